@@ -1,0 +1,221 @@
+"""Frozen configurations: what a model is, how its cache is kept, how the engine steps, how a token is drawn."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kvist.errors import OptionError, did_you_mean
+
+WEIGHTS_FORMATS = ("bf16", "fp32")
+KV_FORMATS = ("bf16", "fp32")
+
+
+def check_format(option: str, value: str, known: tuple[str, ...]) -> str:
+    """Return `value` if it is one of `known`, else raise `OptionError` naming the nearest."""
+    if value not in known:
+        raise OptionError(f"unknown {option} '{value}': {did_you_mean(str(value), known)}")
+    return value
+
+
+# --- the model ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LinearRopeScaling:
+    """Positions divided by `factor` (position interpolation, arXiv 2306.15595)."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class Llama3RopeScaling:
+    """Low frequencies divided by `factor`, high ones kept, a smooth ramp between (Llama 3.1)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_context: int
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding (arXiv 2104.09864) of a layer: its base and how it is stretched."""
+
+    theta: float
+    scaling: LinearRopeScaling | Llama3RopeScaling | None = None
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """What the cache and attention must know of one layer."""
+
+    num_kv_heads: int
+    head_dim: int
+    window: int | None
+    """Tokens that a query sees, itself included; None sees all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """What every decoder has. A family's own switches live in its subclass, beside its layers."""
+
+    model_type: str
+    vocab_size: int
+    embed_dim: int
+    mlp_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_context: int
+    rms_norm_eps: float
+    tie_embeddings: bool
+    windows: tuple[int | None, ...]
+    """One entry per layer: the tokens that a query of that layer sees, itself included; None sees all."""
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.windows)
+
+    @property
+    def group_size(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def layers(self) -> tuple[LayerConfig, ...]:
+        return tuple(LayerConfig(self.num_kv_heads, self.head_dim, window) for window in self.windows)
+
+
+# --- the cache and the engine -----------------------------------------------------------------------------------------
+
+_BYTE_UNITS = {
+    "": 1, "b": 1,
+    "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
+
+
+def parse_bytes(text: str | int) -> int:
+    """Bytes from `"512MiB"`, `"2GB"` or a plain number; `OptionError` if it is no positive size."""
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", str(text).lower())
+    if match is None or match[2] not in _BYTE_UNITS:
+        raise OptionError(f"'{text}' is not a size in bytes: write it like 512MiB or 2GB")
+    size = int(float(match[1]) * _BYTE_UNITS[match[2]])
+    if size < 1:
+        raise OptionError(f"'{text}' is not a size in bytes: it must be positive, like 512MiB")
+    return size
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """How keys and values are kept.
+
+    Args:
+        kv_format: how they are stored, one of `KV_FORMATS`.
+        memory_bytes: the most that all sequences together may hold.
+    """
+
+    kv_format: str
+    memory_bytes: int
+
+    def __post_init__(self) -> None:
+        check_format("kv_format", self.kv_format, KV_FORMATS)
+        if self.memory_bytes < 1:
+            raise OptionError(f"memory_bytes is {self.memory_bytes}: the cache needs a positive number of bytes")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How much one step takes on.
+
+    Args:
+        max_step_tokens: the most tokens of all sequences in one step; long prompts are computed in chunks of it.
+        max_sequences: the most sequences that run at once; others wait.
+    """
+
+    max_step_tokens: int = 1024
+    max_sequences: int = 64
+
+    def __post_init__(self) -> None:
+        for name in ("max_step_tokens", "max_sequences"):
+            if getattr(self, name) < 1:
+                raise OptionError(f"{name} is {getattr(self, name)}: it must be at least 1")
+        if self.max_sequences > self.max_step_tokens:
+            raise OptionError(
+                f"max_sequences ({self.max_sequences}) exceeds max_step_tokens ({self.max_step_tokens}): "
+                "every running sequence needs a token in a step"
+            )
+
+
+# --- the sampler ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How tokens are drawn and when to stop.
+
+    The order is: logit_bias, penalties, temperature, top_k, top_p, min_p. Each is off at its default.
+
+    Args:
+        max_tokens: the most tokens to generate.
+        temperature: 0 takes the most likely token (greedy); 1 draws from the model's distribution.
+        top_k: draw among the k most likely tokens; 0 is off.
+        top_p: draw among the fewest tokens whose probabilities reach p (nucleus sampling, arXiv 1904.09751).
+        min_p: drop tokens less likely than min_p times the most likely one (arXiv 2407.01082).
+        repetition_penalty: divides positive and multiplies negative logits of tokens that the prompt or the
+            text holds (arXiv 1909.05858); 1 is off.
+        presence_penalty: subtracted from the logits of tokens that the generated text holds.
+        frequency_penalty: subtracted once for each time the generated text holds the token.
+        seed: makes this request repeatable, whatever runs beside it; None draws a new one.
+        stop: strings that end the text; they are never part of it.
+        stop_token_ids: tokens that end the text, besides the model's own.
+        ignore_eos: go on past the model's own end tokens.
+        logit_bias: added to the logits of these token ids.
+        logprobs: for each token, how many of the most likely ones to report with their log-probability, from the
+            model's own distribution (before bias, penalties and temperature); 0 reports the drawn token's
+            alone; None reports nothing.
+    """
+
+    max_tokens: int = 512
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        _check_range("max_tokens", self.max_tokens, 1, math.inf)
+        _check_range("temperature", self.temperature, 0, math.inf)
+        _check_range("top_k", self.top_k, 0, math.inf)
+        _check_range("top_p", self.top_p, 0, 1, open_low=True)
+        _check_range("min_p", self.min_p, 0, 1)
+        _check_range("repetition_penalty", self.repetition_penalty, 0, math.inf, open_low=True)
+        _check_range("presence_penalty", self.presence_penalty, -math.inf, math.inf)
+        _check_range("frequency_penalty", self.frequency_penalty, -math.inf, math.inf)
+        if self.logprobs is not None:
+            _check_range("logprobs", self.logprobs, 0, 100)
+        if any(not text for text in self.stop):
+            raise OptionError("a stop string is empty: it would end every text at once; leave it out")
+        for token_id, bias in self.logit_bias.items():
+            _check_range(f"logit_bias[{token_id}]", bias, -math.inf, math.inf)
+
+
+def _check_range(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
+    if math.isnan(value) or value < low or value > high or (open_low and value == low) or value == math.inf:
+        least = f"above {low}" if open_low else f"at least {low}"
+        bounds = least if high == math.inf else f"{least} and at most {high}"
+        raise OptionError(f"{name} is {value}: it must be {'a finite number' if low == -math.inf else bounds}")
