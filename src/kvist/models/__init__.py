@@ -1,0 +1,1 @@
+"""Decoder families, one file each, named after transformers' `model_type`."""

@@ -1,0 +1,38 @@
+"""What the decoders of all families share: the table of token vectors, the output product and the model's interface."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import nn
+
+from kvist.config import ModelConfig
+from kvist.models.step_inputs import StepInputs
+
+
+class Decoder(nn.Module, ABC):
+    """A decoder-only language model. A family adds its layers and `hidden_states`.
+
+    Parameters are named as in Hugging Face checkpoints, less the leading `model.`; the output matrix of a model with
+    tied embeddings is the embedding itself.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.embed_dim)
+        self.lm_head = None if config.tie_embeddings else nn.Linear(config.embed_dim, config.vocab_size, bias=False)
+
+    def forward(self, inputs: StepInputs) -> torch.Tensor:
+        """Logits `[S, V]`, float32, of the rows that the step asks for. Writes the step's keys and values."""
+        return self.logits(self.hidden_states(inputs)[inputs.logit_rows])
+
+    @abstractmethod
+    def hidden_states(self, inputs: StepInputs) -> torch.Tensor:
+        """The normed output of the last layer for every token of the step, `[T, E]`."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`[S, V]` float32 from hidden states `[S, E]`."""
+        matrix = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+        return nn.functional.linear(hidden, matrix).float()

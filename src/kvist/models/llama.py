@@ -1,0 +1,86 @@
+"""Llama (arXiv 2302.13971, 2407.21783): pre-norm layers, grouped-query attention, gated MLP with SiLU.
+
+Mistral, Qwen2 and Qwen3 differ from it by switches and build on the same decoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from kvist.attention import GroupedQueryAttention, inverse_frequencies, rope_tables
+from kvist.config import ModelConfig, RopeConfig
+from kvist.models.config_fields import ConfigFields, shape_fields
+from kvist.models.decoder import Decoder
+from kvist.models.layers import GatedMLP, PreNormLayer, RMSNorm
+from kvist.models.step_inputs import StepInputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaConfig(ModelConfig):
+    """The switches of the Llama-like families."""
+
+    rope: RopeConfig
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+
+
+def config(raw: Mapping[str, object]) -> LlamaConfig:
+    """From a Hugging Face `config.json`."""
+    fields = ConfigFields(raw)
+    attention_bias = fields.flag("attention_bias", False)
+    fields.require("hidden_act", "silu", default="silu")
+    return LlamaConfig(
+        **shape_fields(fields),
+        model_type="llama",
+        max_context=fields.integer("max_position_embeddings", 2048),
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+        tie_embeddings=fields.flag("tie_word_embeddings", False),
+        windows=(None,) * fields.num_layers(),
+        rope=fields.one_rope(),
+        qkv_bias=attention_bias,
+        output_bias=attention_bias,
+        mlp_bias=fields.flag("mlp_bias", False),
+    )
+
+
+class LlamaDecoder(Decoder):
+    """The decoder of the Llama-like families."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.rope = config.rope
+        self.head_dim = config.head_dim
+        self.layers = nn.ModuleList(_layer(config, window) for window in config.windows)
+        self.norm = RMSNorm(config.embed_dim, config.rms_norm_eps)
+
+    def hidden_states(self, inputs: StepInputs) -> torch.Tensor:
+        frequencies = inverse_frequencies(self.rope, self.head_dim, inputs.positions.device)
+        x = self.embed_tokens(inputs.token_ids)
+        rope = rope_tables(frequencies, inputs.positions, x.dtype)
+        for index, layer in enumerate(self.layers):
+            x = layer(x, rope, inputs.cache, index)
+        y: torch.Tensor = self.norm(x)
+        return y
+
+
+def _layer(config: LlamaConfig, window: int | None) -> PreNormLayer:
+    attention = GroupedQueryAttention(
+        embed_dim=config.embed_dim,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        scale=config.head_dim**-0.5,
+        qkv_bias=config.qkv_bias,
+        output_bias=config.output_bias,
+        window=window,
+        q_norm=RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None,
+        k_norm=RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None,
+    )
+    mlp = GatedMLP(config.embed_dim, config.mlp_dim, nn.functional.silu, bias=config.mlp_bias)
+    return PreNormLayer(config.embed_dim, config.rms_norm_eps, attention, mlp)
