@@ -135,7 +135,7 @@ class EngineConfig:
         max_sequences: the most sequences that run at once; others wait.
     """
 
-    max_step_tokens: int = 1024
+    max_step_tokens: int = 2048
     max_sequences: int = 64
 
     def __post_init__(self) -> None:
@@ -206,6 +206,8 @@ class SamplingParams:
         _check_range("repetition_penalty", self.repetition_penalty, 0, math.inf, open_low=True)
         _check_range("presence_penalty", self.presence_penalty, -math.inf, math.inf)
         _check_range("frequency_penalty", self.frequency_penalty, -math.inf, math.inf)
+        if self.seed is not None:
+            _check_range("seed", self.seed, 0, math.inf)
         if self.logprobs is not None:
             _check_range("logprobs", self.logprobs, 0, 100)
         if any(not text for text in self.stop):

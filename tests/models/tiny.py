@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -116,7 +117,11 @@ def new_cache(decoder: Decoder, kv_format: str = "fp32", num_tokens: int = 4096)
 
 
 def run_step(
-    decoder: Decoder, cache: KVCache, tokens: dict[int, list[int]], *, every_row: bool = True
+    decoder: Callable[[StepInputs], torch.Tensor],
+    cache: KVCache,
+    tokens: dict[int, list[int]],
+    *,
+    every_row: bool = True,
 ) -> dict[int, torch.Tensor]:
     """One step over new tokens by sequence id; logits of all of them, or of each sequence's last."""
     spans = [Span(sequence_id, len(ids)) for sequence_id, ids in tokens.items()]

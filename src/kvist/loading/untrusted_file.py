@@ -1,0 +1,77 @@
+"""Small helpers for files that someone else wrote: what kind they are, and JSON that may be damaged."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from kvist.errors import ModelFileError
+
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+_MOST_SHOWN = 80
+
+_STARTS = (
+    (b"GGUF", "a GGUF file"),
+    (b"version https://git-lfs", "a Git LFS pointer, not the file itself: fetch it with `git lfs pull`"),
+    (b"PK\x03\x04", "a ZIP archive (a wheel, or a PyTorch checkpoint)"),
+    (b"\x80", "a Python pickle, which can run code when it is read"),
+    (b"lmgg", "a GGML file from before GGUF: convert it again with a current llama.cpp"),
+    (b"tjgg", "a GGML file from before GGUF: convert it again with a current llama.cpp"),
+    (b"fmgg", "a GGML file from before GGUF: convert it again with a current llama.cpp"),
+    (b"\x1f\x8b", "a gzip archive: unpack it first"),
+)
+
+
+def describe_start(path: Path) -> str:
+    """What a file looks like from its first bytes, as the end of a sentence: `it is ...`."""
+    with path.open("rb") as file:
+        start = file.read(64)
+    if not start:
+        return "it is empty"
+    for magic, kind in _STARTS:
+        if start.startswith(magic):
+            return f"it is {kind}"
+    text = start.lstrip().lower()
+    if text.startswith((b"<!doctype", b"<html", b"<?xml")):
+        return "it is a web page: the download gave a page instead of the file"
+    if start[8:9] == b"{" and start[5:8] == b"\0\0\0":
+        return "it is a safetensors file"
+    if text.startswith((b"{", b"[")):
+        return "it is a JSON file"
+    return f"it starts with the bytes {start[:4].hex(' ')}"
+
+
+def shown(value: object) -> str:
+    """A value from a file for a message: quoted where it is text, on one line, and not long."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+
+
+def read_json(path: Path) -> dict[str, object]:
+    """The object in a JSON file; `ModelFileError` if it is missing, unreadable or holds anything else."""
+    try:
+        parsed = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ModelFileError(f"{path.name} is missing in {path.parent}") from None
+    except OSError as error:
+        raise ModelFileError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ModelFileError(f"{path} is not valid JSON; {describe_start(path)}") from error
+    if not isinstance(parsed, dict):
+        raise ModelFileError(f"{path} holds no JSON object")
+    return parsed
+
+
+def write_json(path: Path, value: Mapping[str, object]) -> None:
+    """The other direction, for a person to read too."""
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def pickle_refusal(path: Path) -> ModelFileError:
+    """The refusal of a pickled checkpoint, with the reason and the way out."""
+    return ModelFileError(
+        f"{path} is a pickled PyTorch checkpoint, which can run any code when it is read, so it is never opened: "
+        "use the model's .safetensors files, or convert them where you trust them with transformers' save_pretrained"
+    )
