@@ -27,7 +27,7 @@ def qkv(
 
 def by_hand(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None) -> torch.Tensor:
     """One query head and one query at a time."""
-    num_queries, num_heads, head_dim = q.shape
+    num_queries, num_heads, _ = q.shape
     num_kv_heads, num_keys, _ = k.shape
     out = torch.empty_like(q)
     for t in range(num_queries):

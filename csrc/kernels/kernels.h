@@ -1,0 +1,19 @@
+// The operations of one instruction set, for `table.cpp`.
+//
+// Everything in this folder is compiled once per instruction set, with KVIST_ISA naming it. Nothing here may be a symbol
+// that two of these builds share: the linker would keep one of them, perhaps the one that this CPU cannot run. So all
+// of it lives in namespace kvist::KVIST_ISA, helpers are in an unnamed namespace within, and no std template is used.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#ifndef KVIST_ISA
+#error "compile the kernels through CMakeLists.txt, which defines KVIST_ISA for each instruction set"
+#endif
+
+namespace kvist::KVIST_ISA {
+
+std::uint64_t sum_words(const std::uint64_t* words, std::size_t count);
+
+}  // namespace kvist::KVIST_ISA

@@ -1,0 +1,15 @@
+#include "kernel_table.h"
+#include "kernels/kernels.h"
+
+#define KVIST_QUOTE(text) #text
+#define KVIST_QUOTE_VALUE(macro) KVIST_QUOTE(macro)
+
+namespace kvist::KVIST_ISA {
+
+extern const KernelTable table;
+constinit const KernelTable table = {
+    .isa = KVIST_QUOTE_VALUE(KVIST_ISA),
+    .sum_words = sum_words,
+};
+
+}  // namespace kvist::KVIST_ISA

@@ -1,0 +1,1 @@
+"""Measurements, and the facts about the machine that belong beside each."""

@@ -1,0 +1,1 @@
+"""The operations below attention: one Python function each, native or reference."""

@@ -1,0 +1,153 @@
+"""The operations of the native library, one Python function each.
+
+Importing this module asks nothing of the library, so that Kvist works without it up to the first call that needs it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from typing import TYPE_CHECKING, Protocol, cast
+
+from kvist.errors import NativeError, OptionError
+from kvist.kernels.caches import last_level_cache_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_ISA_VARIABLE = "KVIST_MAX_ISA"
+
+# What the library takes; csrc/bindings.cpp holds to the same.
+_MOST_THREADS = 1024
+_MOST_PASSES = 1_000_000
+
+# A machine's last-level cache keeps part of a buffer even where the buffer is larger: at four times its size, little.
+_BUFFER_PER_CACHE = 4
+_LEAST_BUFFER_BYTES = 256 * 2**20
+
+
+class _Library(Protocol):
+    """What `csrc/bindings.cpp` offers. Arguments out of bounds raise ValueError."""
+
+    def built_isas(self) -> list[str]: ...
+    def runnable_isas(self) -> list[str]: ...
+    def choose_isa(self, max_isa: str) -> str: ...
+    def chosen_isa(self) -> str: ...
+    def sum_words(self, words: torch.Tensor, num_threads: int) -> int: ...
+    def read_rates(self, buffer_bytes: int, passes: int, num_threads: int) -> list[float]: ...
+
+
+@functools.cache
+def _library() -> _Library:
+    """The native library, with the instruction set chosen.
+
+    Raises:
+        NativeError: it was not built, or has no instruction set that fits this CPU and `KVIST_MAX_ISA`.
+    """
+    # PyTorch first: it brings an OpenMP runtime under the name that the native library asks for, so that the two share
+    # one runtime and its threads. The other way round PyTorch would run on the system's, which may be too old for it.
+    import torch  # noqa: F401
+
+    try:
+        library = cast("_Library", importlib.import_module("kvist.kernels._native"))
+    except ImportError as error:
+        raise NativeError(
+            f"the native library cannot be loaded ({error}): build it with 'pip install .' in Kvist's source folder, "
+            "which takes GCC 11, Clang 12 or later and Python's headers"
+        ) from error
+    max_isa = os.environ.get(MAX_ISA_VARIABLE, "")
+    try:
+        library.choose_isa(max_isa)
+    except ValueError:
+        raise NativeError(
+            f"{MAX_ISA_VARIABLE} is '{max_isa}': this build has {', '.join(library.built_isas())}; "
+            "set it to one of these or leave it unset"
+        ) from None
+    except RuntimeError as error:
+        raise NativeError(f"{error}: build Kvist on this machine") from None
+    return library
+
+
+def isa() -> str:
+    """The instruction set in use: the richest of the build and this CPU, not above `KVIST_MAX_ISA` where that is set.
+
+    Raises:
+        NativeError: as for every function here, when the native library is missing or cannot run.
+    """
+    return _library().chosen_isa()
+
+
+def available_isas() -> tuple[str, ...]:
+    """The instruction sets that this build has and this CPU runs, from the plainest to the richest."""
+    return tuple(_library().runnable_isas())
+
+
+def sum_words(words: torch.Tensor, *, num_threads: int | None = None) -> int:
+    """The sum modulo 2^64 of a contiguous int64 vector on the CPU: a reading of memory that can be checked.
+
+    Args:
+        words: `[N]` int64.
+        num_threads: how many threads read; PyTorch's number by default.
+    """
+    return _library().sum_words(words, _threads(num_threads))
+
+
+def read_bandwidth(*, buffer_bytes: int | None = None, passes: int = 5, num_threads: int | None = None) -> float:
+    """How fast this machine reads memory, in bytes per second: the best of `read_rates`, whose arguments it takes."""
+    return max(read_rates(buffer_bytes=buffer_bytes, passes=passes, num_threads=num_threads))
+
+
+def read_rates(
+    *, buffer_bytes: int | None = None, passes: int = 5, num_threads: int | None = None
+) -> tuple[float, ...]:
+    """How fast each of several passes over a fresh buffer read it, in bytes per second.
+
+    Every thread reads a part of its own, which it was the first to touch, and each pass is checked to have read it all.
+
+    Args:
+        buffer_bytes: must exceed the last-level cache; by default it is four times as large, 256 MiB at least, and at
+            most half of the memory that is free.
+        passes: how often the buffer is read.
+        num_threads: how many threads read; PyTorch's number by default.
+    """
+    num_threads = _threads(num_threads)
+    _check_between("passes", passes, 1, _MOST_PASSES)
+    return tuple(_library().read_rates(_buffer_bytes(buffer_bytes), passes, num_threads))
+
+
+def _buffer_bytes(asked: int | None) -> int:
+    """The size of the probe's buffer: what was asked for, if it is larger than the caches and fits into free memory."""
+    import psutil
+
+    cache_bytes = last_level_cache_bytes() or 0
+    least = max(_LEAST_BUFFER_BYTES, cache_bytes + 1)
+    most = int(psutil.virtual_memory().available) // 2
+    if most < least:
+        raise OptionError(
+            f"measuring the read bandwidth takes a buffer of at least {least} bytes, larger than the caches, and half "
+            f"of the free memory is {most}: free some"
+        )
+    if asked is None:
+        return min(max(least, _BUFFER_PER_CACHE * cache_bytes), most)
+    if not least <= asked <= most:
+        raise OptionError(
+            f"buffer_bytes is {asked}: it must be from {least}, more than the caches hold, to {most}, half of the free "
+            "memory"
+        )
+    return asked
+
+
+def _threads(num_threads: int | None) -> int:
+    if num_threads is None:
+        import torch
+
+        # Said with every call: a thread that has called nothing yet would otherwise get libgomp's own default.
+        return torch.get_num_threads()
+    _check_between("num_threads", num_threads, 1, _MOST_THREADS)
+    return num_threads
+
+
+def _check_between(name: str, value: int, least: int, most: int) -> None:
+    if not least <= value <= most:
+        raise OptionError(f"{name} is {value}: it must be from {least} to {most}")
