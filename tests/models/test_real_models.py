@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,12 +26,12 @@ class RealModel:
 
 # Through a module's parameter, so that a model is read once for all its tests and dropped before the next.
 @pytest.fixture(scope="module", params=["smollm2_gguf", "gemma3_gguf"])
-def real(request: pytest.FixtureRequest, alice: str) -> Iterator[RealModel]:
+def real(request: pytest.FixtureRequest, alice: str) -> RealModel:
     path: Path = request.getfixturevalue(request.param)
     oracle = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
     tokens = load(str(path), "bf16").tokenizer.encode(alice)[:POSITIONS]
     assert len(tokens) == POSITIONS
-    yield RealModel(path, oracle, tokens)
+    return RealModel(path, oracle, tokens)
 
 
 @torch.inference_mode()

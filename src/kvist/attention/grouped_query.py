@@ -1,9 +1,9 @@
-"""Grouped-query attention, of which multi-head and multi-query attention are the two ends.
+r"""Grouped-query attention, of which multi-head and multi-query attention are the two ends.
 
     MHA: num_kv_heads = num_heads      GQA: some share             MQA: num_kv_heads = 1
 
     Q  o o o o o o o o                 Q  o o o o o o o o          Q  o o o o o o o o
-       | | | | | | | |                     \\|  |/  \\|  |/             \\ \\ \\ \\/ / / /
+       | | | | | | | |                     \|  |/  \|  |/             \ \ \ \/ / / /
     KV o o o o o o o o                 KV   o      o               KV       o
 
 Query head h reads KV head h // group_size: neighbours share. The cache holds KV heads only, so it shrinks by group_size

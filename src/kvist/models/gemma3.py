@@ -1,4 +1,4 @@
-"""Gemma 3 (arXiv 2503.19786), the text part: windows in five layers of six, two rope bases, norms around both blocks."""
+"""Gemma 3 (arXiv 2503.19786), the text part: windows in five layers of six, two rope bases, norms around each block."""
 
 from __future__ import annotations
 
