@@ -1,0 +1,92 @@
+"""The text of one request, piece by piece."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from types import TracebackType
+
+from kvist.engine.engine import Engine
+from kvist.engine.sequence import Sequence
+from kvist.errors import PromptError
+from kvist.results import TextDelta
+
+
+class DeltaStream(Iterator[TextDelta]):
+    """Iterates over a request's text while it is generated; the last piece carries the completion.
+
+    A stream that is dropped, closed or interrupted gives its request up and the memory back. It is a context
+    manager too.
+
+    Args:
+        engine: what runs the sequence.
+        sequence: the request, submitted already.
+        on_end: called once, when the sequence has ended or is given up, but not where it failed.
+    """
+
+    def __init__(self, engine: Engine, sequence: Sequence, on_end: Callable[[Sequence], None] | None = None) -> None:
+        self._engine = engine
+        self._sequence = sequence
+        self._on_end = on_end
+        self._num_tokens = 0
+        self._over = False
+        self._ended_because: str | None = None
+        self._busy = threading.Lock()
+
+    def __next__(self) -> TextDelta:
+        if self._ended_because is not None:
+            raise PromptError(self._ended_because)
+        if self._over:
+            raise StopIteration
+        if not self._busy.acquire(blocking=False):
+            raise PromptError("another thread is reading this stream: a stream has one reader")
+        try:
+            delta = self._engine.next_delta(self._sequence, self._num_tokens)
+            self._num_tokens += len(delta.token_ids)
+            if delta.completion is not None:
+                self._end()
+            return delta
+        except BaseException:
+            self._end()
+            raise
+        finally:
+            self._busy.release()
+
+    def close(self, because: str | None = None) -> None:
+        """Give the rest up.
+
+        Args:
+            because: told to whoever reads on, as a `PromptError`; without it the stream is at its end for them.
+
+        Raises:
+            PromptError: another thread is reading.
+        """
+        if not self._busy.acquire(blocking=False):
+            raise PromptError("another thread is reading this stream: it can be closed between two pieces")
+        try:
+            if not self._over:
+                self._ended_because = because
+            self._end()
+        finally:
+            self._busy.release()
+
+    def _end(self) -> None:
+        if self._over:
+            return
+        self._over = True
+        try:
+            if self._on_end is not None and self._sequence.error is None:
+                self._on_end(self._sequence)
+        finally:
+            self._engine.cancel(self._sequence)
+
+    def __enter__(self) -> DeltaStream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self._end()

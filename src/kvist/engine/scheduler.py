@@ -1,0 +1,141 @@
+"""Which sequences run, and which of their tokens the next step computes."""
+
+from __future__ import annotations
+
+from kvist.cache.kv_cache import KVCache
+from kvist.config import EngineConfig
+from kvist.engine.sequence import Sequence
+from kvist.engine.step_plan import Chunk, Refusal, StepPlan
+from kvist.errors import CacheFullError
+
+
+class Scheduler:
+    """First come, first served.
+
+    A sequence starts when the cache has room for its prompt and all tokens it may generate, so that one that runs
+    never lacks memory. Those after it wait for it, even where they would fit. One that cannot start although nothing
+    runs is refused: what holds the memory are sessions, which may stay open for ever.
+    """
+
+    def __init__(self, cache: KVCache, config: EngineConfig) -> None:
+        self._cache = cache
+        self._config = config
+        # In order of arrival, so those that run come first. One list: a step that is interrupted loses nobody.
+        self._sequences: list[Sequence] = []
+
+    @property
+    def sequences(self) -> tuple[Sequence, ...]:
+        """All that run or wait, in order of arrival."""
+        return tuple(self._sequences)
+
+    def add(self, sequence: Sequence) -> None:
+        """Let a sequence wait for its start."""
+        self._sequences.append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence that has ended."""
+        self._sequences.remove(sequence)
+
+    def check_ever_fits(self, room_tokens: int, prompt_tokens: int) -> None:
+        """Raise `CacheFullError` where not even the empty cache has room for a sequence."""
+        cache = self._cache
+        if room_tokens > cache.max_tokens:
+            raise CacheFullError(
+                f"the request needs room for {self._size(room_tokens)}, {prompt_tokens:,} of the prompt and "
+                f"{room_tokens - prompt_tokens:,} to generate, but the cache holds {self._size(cache.max_tokens)}: "
+                "shorten the prompt, lower max_tokens or raise kv_memory"
+            )
+
+    def plan(self) -> StepPlan:
+        """Start what fits, then share out the tokens of one step. Without chunks when nothing runs."""
+        refusals = self._admit()
+        single: list[Chunk] = []
+        longer: list[Chunk] = []
+        for sequence in self._sequences:
+            if not sequence.started:
+                continue
+            chunk = self._pending(sequence)
+            (single if chunk.num_tokens == 1 else longer).append(chunk)
+        chunks: list[Chunk] = []
+        budget = self._config.max_step_tokens
+        for chunk in single + longer:
+            if budget == 0:
+                break
+            fitting = (
+                chunk if chunk.num_tokens <= budget else Chunk(chunk.sequence, chunk.start, chunk.start + budget, False)
+            )
+            chunks.append(fitting)
+            budget -= fitting.num_tokens
+        return StepPlan(tuple(chunks), tuple(refusals))
+
+    def _admit(self) -> list[Refusal]:
+        refusals: list[Refusal] = []
+        running = 0
+        for sequence in self._sequences:
+            if sequence.started:
+                running += 1
+                continue
+            if running == self._config.max_sequences:
+                break
+            try:
+                started = self._start(sequence)
+            except (MemoryError, RuntimeError) as error:  # what PyTorch raises where the machine has no memory left
+                refusals.append(Refusal(sequence, self._machine_full(sequence, error)))
+                continue
+            if started:
+                running += 1
+            elif running:
+                break
+            else:
+                refusals.append(Refusal(sequence, self._held_by_sessions(sequence)))
+        return refusals
+
+    def _start(self, sequence: Sequence) -> bool:
+        """Reserve a sequence's room and keep what it holds already; False, and nothing changed, without memory."""
+        room = sequence.room
+        if not self._cache.reserve(room.cache_id, sequence.room_tokens):
+            return False
+        held = room.token_ids[: self._cache.length(room.cache_id)]
+        # The last token is always computed: its logits are wanted.
+        cached_tokens = min(common_prefix(held, sequence.token_ids), sequence.prompt_tokens - 1)
+        self._cache.rewind(room.cache_id, cached_tokens)
+        room.token_ids = sequence.token_ids
+        room.reserved_tokens = max(room.reserved_tokens, sequence.room_tokens)
+        sequence.start(cached_tokens)
+        return True
+
+    def _pending(self, sequence: Sequence) -> Chunk:
+        cache_id, stop = sequence.room.cache_id, len(sequence.token_ids)
+        if self._cache.length(cache_id) == stop:
+            # A step was interrupted between its commit and its new token: the last one is computed again.
+            self._cache.rewind(cache_id, stop - 1)
+        return Chunk(sequence, self._cache.length(cache_id), stop, True)
+
+    def _held_by_sessions(self, sequence: Sequence) -> CacheFullError:
+        cache = self._cache
+        held_tokens = cache.used_bytes // cache.bytes_per_token - sequence.room.reserved_tokens
+        left_tokens = cache.max_tokens - held_tokens
+        return CacheFullError(
+            f"the request needs room for {self._size(sequence.room_tokens)}, but open sessions hold "
+            f"{self._size(held_tokens)} of the cache and leave {left_tokens:,}: close or reset a session, shorten the "
+            "prompt, lower max_tokens or raise kv_memory"
+        )
+
+    def _machine_full(self, sequence: Sequence, cause: Exception) -> CacheFullError:
+        error = CacheFullError(
+            f"the machine has no memory left for {self._size(sequence.room_tokens)} of keys and values: lower "
+            "max_tokens or kv_memory"
+        )
+        error.__cause__ = cause
+        return error
+
+    def _size(self, num_tokens: int) -> str:
+        return f"{num_tokens:,} tokens ({num_tokens * self._cache.bytes_per_token / 2**20:.1f} MiB)"
+
+
+def common_prefix(left: list[int], right: list[int]) -> int:
+    """How many tokens two sequences share from the first on."""
+    length = min(len(left), len(right))
+    if left[:length] == right[:length]:
+        return length
+    return next(index for index in range(length) if left[index] != right[index])

@@ -1,0 +1,269 @@
+"""A model to generate text with."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, cast, overload
+
+import psutil
+import torch
+
+from kvist.attention import kernel_name
+from kvist.cache.kv_cache import KVCache
+from kvist.config import (
+    KV_FORMATS,
+    WEIGHTS_FORMATS,
+    CacheConfig,
+    EngineConfig,
+    SamplingParams,
+    check_format,
+    parse_bytes,
+)
+from kvist.engine import DeltaStream, Engine, Request
+from kvist.engine.prompt import Prompt, is_token_ids, prompt_ids
+from kvist.errors import OptionError, PromptError
+from kvist.results import Completion, TextDelta, Timings, TokenLogprob
+from kvist.session import Session
+
+if TYPE_CHECKING:
+    from kvist.loading import LoadedModel
+    from kvist.loading.chat_template import Message
+    from kvist.loading.progress import Progress
+
+__all__ = ["LLM", "Completion", "Session", "TextDelta", "Timings", "TokenLogprob"]
+
+
+class LLM:
+    """A loaded model and its KV cache.
+
+    Any number of threads may use it at once: their requests run in common steps. It is a context manager.
+
+    Args:
+        model: a directory in Hugging Face format, a `.gguf` file, a demo model's name or a Hub id.
+        weights_format: how weights are kept, one of `kvist.config.WEIGHTS_FORMATS`.
+        kv_format: how keys and values are kept, one of `kvist.config.KV_FORMATS`.
+        kv_memory: the most bytes that all keys and values may take, a number or text like "512MiB"; by default half
+            of the memory that is available once the model is loaded.
+        threads: how many threads PyTorch uses, in the whole process; by default as it is set.
+        max_step_tokens: the most tokens computed in one step. Longer prompts are computed in chunks.
+        progress: told how far loading is.
+
+    Attributes:
+        model_name: what the model goes by.
+        config: its shape.
+        tokenizer: its `kvist.loading.tokenizer.Tokenizer`.
+        weights_format: as given.
+        weights_bytes: bytes of all weights.
+        kv_format: as given.
+
+    Raises:
+        OptionError: an option cannot be honoured.
+        ModelNotFoundError, ModelFileError, UnsupportedModelError, DownloadError: the model cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        weights_format: str = "bf16",
+        kv_format: str = "bf16",
+        kv_memory: str | int | None = None,
+        threads: int | None = None,
+        max_step_tokens: int = EngineConfig.max_step_tokens,
+        progress: Progress | None = None,
+    ) -> None:
+        # What can be refused is refused before the model is loaded.
+        check_format("weights_format", weights_format, WEIGHTS_FORMATS)
+        check_format("kv_format", kv_format, KV_FORMATS)
+        memory_bytes = None if kv_memory is None else parse_bytes(kv_memory)
+        engine_config = _engine_config(max_step_tokens)
+        _set_threads(threads)
+
+        from kvist.loading import load
+
+        self._start(load(model, weights_format, progress=progress), kv_format, memory_bytes, engine_config)
+
+    @classmethod
+    def from_loaded(
+        cls,
+        loaded: LoadedModel,
+        *,
+        kv_format: str = "bf16",
+        kv_memory: str | int | None = None,
+        threads: int | None = None,
+        max_step_tokens: int = EngineConfig.max_step_tokens,
+    ) -> LLM:
+        """An LLM of a model that is in memory already; the options are those of `LLM`."""
+        memory_bytes = None if kv_memory is None else parse_bytes(kv_memory)
+        engine_config = _engine_config(max_step_tokens)
+        _set_threads(threads)
+        llm = cls.__new__(cls)
+        llm._start(loaded, kv_format, memory_bytes, engine_config)
+        return llm
+
+    def _start(
+        self, loaded: LoadedModel, kv_format: str, memory_bytes: int | None, engine_config: EngineConfig
+    ) -> None:
+        self.model_name = loaded.name
+        self.config = loaded.config
+        self.tokenizer = loaded.tokenizer
+        self.weights_format = loaded.weights_format
+        self.weights_bytes = loaded.weights_bytes
+        self.kv_format = kv_format
+        if memory_bytes is None:
+            memory_bytes = psutil.virtual_memory().available // 2
+        self._engine = Engine(
+            loaded.decoder,
+            loaded.config,
+            KVCache(loaded.config.layers, CacheConfig(kv_format, memory_bytes)),
+            loaded.tokenizer.decode,
+            loaded.eos_token_ids,
+            engine_config,
+        )
+
+    @property
+    def kernel(self) -> str:
+        """Which kernel attends over the cache."""
+        return kernel_name()
+
+    @property
+    def max_context(self) -> int:
+        """The most tokens of a sequence, prompt and generated text together."""
+        return self.config.max_context
+
+    @property
+    def kv_memory(self) -> int:
+        """The most bytes that all keys and values may take."""
+        return self._engine.cache.config.memory_bytes
+
+    @property
+    def kv_used(self) -> int:
+        """Bytes that running requests and open sessions hold now, room reserved for what they may generate included."""
+        return self._engine.cache.used_bytes
+
+    @overload
+    def generate(self, prompt: str, params: SamplingParams | None = None) -> Completion: ...
+
+    @overload
+    def generate(self, prompt: Sequence[int], params: SamplingParams | None = None) -> Completion: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: list[str] | list[list[int]] | list[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Completion]: ...
+
+    def generate(
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Completion | list[Completion]:
+        """Generate for one prompt, or for many together.
+
+        Args:
+            prompt: a text or its token ids, or a list of these.
+            params: how to draw and when to stop; for a list of prompts one for all, or one for each.
+
+        Returns:
+            The completion; for a list of prompts the list of theirs.
+
+        Raises:
+            PromptError: a prompt is empty, too long for the context, or holds unknown tokens.
+            OptionError: a parameter cannot be honoured, or there are not as many as prompts.
+            CacheFullError: a prompt and what it may generate do not fit into `kv_memory`.
+            NumericsError: the model produced logits that are not numbers.
+        """
+        requested_at = time.perf_counter()
+        if isinstance(prompt, str) or is_token_ids(prompt):
+            return self._engine.run([self._request(cast(Prompt, prompt), _one(params), requested_at)])[0]
+        if not isinstance(prompt, Sequence):
+            raise PromptError(
+                f"a prompt is a text, a list of token ids or a list of these, not {type(prompt).__name__}"
+            )
+        requests = [
+            self._request(cast(Prompt, one), one_params, requested_at)
+            for one, one_params in zip(prompt, _one_each(params, len(prompt)), strict=True)
+        ]
+        return self._engine.run(requests)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> DeltaStream:
+        """Generate for one prompt, and hand out the text while it comes.
+
+        Closing or dropping the iterator gives the rest up. Raises what `generate` raises, for the prompt at once.
+        """
+        return self._stream(self._request(prompt, _one(params), time.perf_counter()))
+
+    def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Completion:
+        """Answer a conversation, written out by the model's chat template.
+
+        Raises what `generate` raises, and `PromptError` where the model has no template.
+        """
+        return self._engine.run([self._chat_request(messages, params)])[0]
+
+    def stream_chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> DeltaStream:
+        """Answer a conversation, and hand out the text while it comes: `chat`, as `stream` does it."""
+        return self._stream(self._chat_request(messages, params))
+
+    def session(self, *, system: str | None = None) -> Session:
+        """A conversation or text whose history stays in the cache.
+
+        Args:
+            system: a system message that every conversation of the session begins with.
+        """
+        return Session(self._engine, self.tokenizer, system=system)
+
+    def close(self) -> None:
+        """Give the cache's memory back. Running requests fail, and nothing can be generated any more."""
+        self._engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _request(self, prompt: Prompt, params: SamplingParams, requested_at: float) -> Request:
+        return Request(prompt_ids(prompt, self.tokenizer.encode), params, requested_at)
+
+    def _chat_request(self, messages: Sequence[Message], params: SamplingParams | None) -> Request:
+        requested_at = time.perf_counter()
+        text = self.tokenizer.render_chat(messages)
+        return Request(self.tokenizer.encode(text, add_special_tokens=False), _one(params), requested_at)
+
+    def _stream(self, request: Request) -> DeltaStream:
+        return DeltaStream(self._engine, self._engine.submit([request])[0])
+
+
+def _engine_config(max_step_tokens: int) -> EngineConfig:
+    return EngineConfig(max_step_tokens, min(EngineConfig.max_sequences, max(1, max_step_tokens)))
+
+
+def _set_threads(threads: int | None) -> None:
+    if threads is None:
+        return
+    if threads < 1:
+        raise OptionError(f"threads is {threads}: it must be at least 1")
+    torch.set_num_threads(threads)
+
+
+def _one(params: SamplingParams | Sequence[SamplingParams] | None) -> SamplingParams:
+    if params is None:
+        return SamplingParams()
+    if isinstance(params, SamplingParams):
+        return params
+    raise OptionError("params must be a single SamplingParams for a single prompt")
+
+
+def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int) -> Sequence[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [_one(params)] * num_prompts
+    if len(params) != num_prompts:
+        raise OptionError(
+            f"there are {len(params)} params for {num_prompts} prompts: give one for all, or one for each"
+        )
+    return params
