@@ -1,0 +1,1 @@
+"""The command line: a file per verb, put together in `kvist.cli.main`."""

@@ -1,0 +1,78 @@
+"""The options that verbs share, as types of their parameters, and the model that they ask for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvist.config import KV_FORMATS, WEIGHTS_FORMATS, check_format, parse_bytes
+
+if TYPE_CHECKING:
+    from kvist.llm import LLM
+
+DEFAULT_MODEL = "smollm2-135m"
+DEFAULT_FORMAT = "bf16"
+
+
+ModelOption = Annotated[
+    str, typer.Option(help="A name from kvist models, a .gguf file, a directory or a Hub id.", metavar="MODEL")
+]
+SystemOption = Annotated[str | None, typer.Option(help="A system message before the conversation.", metavar="TEXT")]
+
+# SamplingParams checks the ranges of these, in the words of the Python API.
+MaxTokensOption = Annotated[int, typer.Option(help="The most tokens of an answer.", metavar="N")]
+TemperatureOption = Annotated[
+    float, typer.Option(help="0 takes the likeliest token, 1 draws as the model predicts.", metavar="T")
+]
+TopPOption = Annotated[float, typer.Option(help="Draw among the likeliest tokens that together reach P.", metavar="P")]
+TopKOption = Annotated[int, typer.Option(help="Draw among the K likeliest tokens; 0 is off.", metavar="K")]
+MinPOption = Annotated[float, typer.Option(help="Drop tokens less likely than P times the likeliest.", metavar="P")]
+RepetitionPenaltyOption = Annotated[
+    float, typer.Option(help="Above 1, tokens that were there before get less likely.", metavar="R")
+]
+StopOption = Annotated[
+    list[str] | None,
+    typer.Option(help="End before this text; may be given several times.", metavar="TEXT", show_default=False),
+]
+SeedOption = Annotated[
+    int | None, typer.Option(help="Makes draws repeatable.", metavar="N", min=0, show_default="new each time")
+]
+
+WeightsFormatOption = Annotated[
+    str, typer.Option(help=f"How weights are kept: {', '.join(WEIGHTS_FORMATS)}.", metavar="FORMAT")
+]
+KVFormatOption = Annotated[
+    str, typer.Option(help=f"How keys and values are kept: {', '.join(KV_FORMATS)}.", metavar="FORMAT")
+]
+KVMemoryOption = Annotated[
+    str | None,
+    typer.Option(help="The most the cache may hold, like 512MiB.", metavar="SIZE", show_default="half of what is free"),
+]
+ThreadsOption = Annotated[
+    int | None, typer.Option(help="Threads to compute with.", metavar="N", min=1, show_default="one per core")
+]
+
+
+def open_llm(model: str, *, weights_format: str, kv_format: str, kv_memory: str | None, threads: int | None) -> LLM:
+    """Load the model, after the checks that need none of it: a typo should not cost the seconds of loading.
+
+    Raises:
+        KvistError: an option cannot be honoured, or the model cannot be found, read or run.
+    """
+    check_format("weights_format", weights_format, WEIGHTS_FORMATS)
+    check_format("kv_format", kv_format, KV_FORMATS)
+    kv_memory_bytes = None if kv_memory is None else parse_bytes(kv_memory)
+
+    from kvist.cli.progress import progress_bar
+    from kvist.llm import LLM
+
+    with progress_bar() as progress:
+        return LLM(
+            model,
+            weights_format=weights_format,
+            kv_format=kv_format,
+            kv_memory=kv_memory_bytes,
+            threads=threads,
+            progress=progress,
+        )

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+VERBS = ("run", "chat", "pull", "models", "bench")
+
+
+def fresh(code: str, *, stdout: int = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
+    """Run Python code in a process of its own."""
+    return subprocess.run([sys.executable, "-c", code], stdout=stdout, stderr=subprocess.PIPE, text=True, check=False)
+
+
+def test_alone_it_shows_help(kvist):
+    outcome = kvist()
+    assert outcome.code == 0
+    assert outcome.out == kvist("--help").out
+    for verb in VERBS:
+        assert f"\n  {verb} " in outcome.out
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_fits_80_columns(kvist, verb, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    outcome = kvist(verb, "--help")
+    assert outcome.code == 0
+    assert max(map(len, outcome.out.splitlines())) <= 80
+
+
+def test_group_alone_shows_its_help(kvist):
+    outcome = kvist("bench")
+    assert outcome.code == 0
+    assert "bandwidth" in outcome.out
+
+
+def test_version(kvist, monkeypatch):
+    monkeypatch.setattr("importlib.metadata.version", lambda name: f"{name} 1.2.3")
+    assert kvist("--version").out == "kvist kvist 1.2.3\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["rum"], "no such command 'rum'. Did you mean 'run'? (see kvist --help)"),
+        (["run"], "missing argument 'PROMPT' (see kvist run --help)"),
+        (["models", "all"], "(see kvist models --help)"),
+    ],
+)
+def test_usage_error_is_one_line(kvist, arguments, message):
+    assert message in kvist(*arguments).error
+
+
+def test_help_does_not_wait_for_torch_or_rich():
+    done = fresh(
+        "import sys; from kvist.cli.main import main; main(['run', '--help'])\n"
+        "heavy = {'torch', 'numpy', 'transformers', 'huggingface_hub', 'rich', 'tokenizers'} & set(sys.modules)\n"
+        "sys.exit(f'imported: {heavy}' if heavy else 0)"
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+WRITING = """
+import sys, types
+from kvist.cli.main import main
+from kvist.errors import KvistError
+class LLM:
+    def __init__(self, model, **options):
+        for _ in range(100_000):
+            print('text')
+        raise KvistError('never reached')
+module = types.ModuleType('kvist.llm')
+module.LLM = LLM
+sys.modules['kvist.llm'] = module
+sys.exit(main(['run', 'hello']))
+"""
+
+
+def test_reader_that_goes_away_is_no_error():
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = fresh(WRITING, stdout=writing)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_full_disk_is_one_line():
+    with Path("/dev/full").open("w") as full:
+        done = fresh(WRITING, stdout=full.fileno())
+    assert (done.returncode, done.stderr) == (2, "error: No space left on device\n")
