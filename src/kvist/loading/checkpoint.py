@@ -1,0 +1,39 @@
+"""A checkpoint: the named tensors of a model, whatever file they come from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass(frozen=True)
+class StoredCodes:
+    """A tensor as a GGUF file stores it: quantised blocks, not yet decoded.
+
+    Attributes:
+        ggml_type: name of the block format, e.g. `Q4_1`.
+        shape: `(rows, columns)` of the decoded tensor.
+        blocks: `[rows, bytes per row]` uint8, mapped from the file, rows in Hugging Face order.
+    """
+
+    ggml_type: str
+    shape: tuple[int, ...]
+    blocks: torch.Tensor
+
+
+class Checkpoint(Protocol):
+    """Tensors under their Hugging Face names (`model.layers.0.self_attn.q_proj.weight`), in Hugging Face row order."""
+
+    def names(self) -> list[str]:
+        """All tensor names."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor, without reading it."""
+
+    def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """The tensor in `dtype`; mapped from the file where that needs no conversion."""
+
+    def codes(self, name: str) -> StoredCodes | None:
+        """The stored quantised blocks; None where the tensor is stored as plain numbers."""

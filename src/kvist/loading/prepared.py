@@ -1,0 +1,115 @@
+"""Prepared copies: what is costly to make from a GGUF file, made once and kept in Hugging Face format.
+
+    <hash of the file>-<weights_format>/
+        config.json  generation_config.json  tokenizer.json  tokenizer_config.json  model.safetensors
+        prepared.json       what it was made from, by which layout, and the size of every other file
+
+A copy is loaded exactly as any other directory in Hugging Face format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvist.errors import ModelFileError
+from kvist.loading.cache_folder import cache_folder, make_folder, move_into_place, only_process
+from kvist.loading.progress import Progress
+from kvist.loading.untrusted_file import read_json, write_json
+
+# Raise it whenever the same file would be prepared differently, its tokenizer included: older copies are then remade.
+LAYOUT_VERSION = 1
+
+_MANIFEST = "prepared.json"
+_HASHED_AT_ONCE = 4 << 20
+
+
+def prepared_copy(gguf_path: Path, weights_format: str, progress: Progress) -> Path:
+    """The directory in Hugging Face format for a GGUF file, made if it is not there yet.
+
+    Safe against other processes and against being interrupted; a damaged copy is made again.
+
+    Raises:
+        ModelFileError: the file is damaged, or there is no room for the copy.
+        UnsupportedModelError: the file holds a model that is not run.
+    """
+    key = f"{_file_hash(gguf_path, progress)}-{weights_format}"
+    target = cache_folder() / "prepared" / key
+    if _is_whole(target):
+        return target
+    from kvist.loading.gguf_conversion import convert_gguf  # needs torch, which listing the copies does not
+
+    make_folder("prepared")
+    try:
+        with only_process(target, progress) as work:
+            if not _is_whole(target):  # another process may have made it meanwhile
+                made = work / "copy"
+                made.mkdir()
+                convert_gguf(gguf_path, weights_format, made, progress)
+                _seal(made, gguf_path.name, weights_format)
+                move_into_place(made, target)
+    except OSError as error:
+        raise ModelFileError(
+            f"cannot keep a prepared copy of {gguf_path.name} in {target.parent}: {error.strerror or error}; "
+            "free some space, or set KVIST_CACHE to another folder"
+        ) from error
+    return target
+
+
+@dataclass(frozen=True)
+class PreparedCopy:
+    """A copy in the cache folder, as `kvist models` lists it."""
+
+    path: Path
+    source: str
+    weights_format: str
+    num_bytes: int
+
+
+def prepared_copies() -> list[PreparedCopy]:
+    """All whole copies in the cache folder."""
+    copies = []
+    for manifest in sorted((cache_folder() / "prepared").glob(f"*/{_MANIFEST}")):
+        path = manifest.parent
+        if _is_whole(path):
+            fields = read_json(manifest)
+            size = sum(file.stat().st_size for file in path.iterdir())
+            copies.append(PreparedCopy(path, str(fields.get("source")), str(fields.get("weights_format")), size))
+    return copies
+
+
+def _file_hash(path: Path, progress: Progress) -> str:
+    import xxhash
+
+    digest, done = xxhash.xxh3_128(), 0
+    try:
+        total = path.stat().st_size
+        with path.open("rb", buffering=0) as file:
+            buffer = memoryview(bytearray(_HASHED_AT_ONCE))
+            while count := file.readinto(buffer):
+                digest.update(buffer[:count])
+                done += count
+                progress(f"reading {path.name}", done, total)
+    except OSError as error:
+        raise ModelFileError(f"{path} cannot be read: {error.strerror}") from error
+    return digest.hexdigest()
+
+
+def _is_whole(copy: Path) -> bool:
+    """Whether every file of the copy is there in its size, and of this layout."""
+    try:
+        manifest = read_json(copy / _MANIFEST)
+    except ModelFileError:
+        return False
+    sizes = manifest.get("files")
+    if manifest.get("layout") != LAYOUT_VERSION or not isinstance(sizes, Mapping):
+        return False
+    return all((copy / name).is_file() and (copy / name).stat().st_size == size for name, size in sizes.items())
+
+
+def _seal(copy: Path, source: str, weights_format: str) -> None:
+    """Write down what the copy holds; it counts as whole only with this."""
+    sizes = {file.name: file.stat().st_size for file in sorted(copy.iterdir())}
+    manifest = {"layout": LAYOUT_VERSION, "source": source, "weights_format": weights_format, "files": sizes}
+    write_json(copy / _MANIFEST, manifest)

@@ -1,0 +1,188 @@
+"""A directory in Hugging Face format as a checkpoint: one safetensors file, or shards and their index."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from kvist.errors import ModelFileError, UnsupportedModelError
+from kvist.loading.checkpoint import StoredCodes
+from kvist.loading.untrusted_file import PICKLE_SUFFIXES, describe_start, pickle_refusal, read_json, shown
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_FILE_NAME = re.compile(r"[\w-][\w.+ -]{0,200}")
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+# How multimodal checkpoints name the language model in them, older and newer ones.
+_TEXT_PREFIXES = (("language_model.model.", "model."), ("model.language_model.", "model."), ("language_model.", ""))
+
+# What a text decoder has no use for: other modalities, and tables that are computed.
+_IGNORED_PREFIXES = (
+    "vision_tower.", "model.vision_tower.", "multi_modal_projector.", "model.multi_modal_projector.",
+)  # fmt: skip
+_IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
+
+# Bytes converted at once, so that the stored form of a tensor never lies in memory beside the converted one.
+_BYTES_AT_ONCE = 8 << 20
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A tensor in a file: its name there, and where its bytes lie, counted from the start of the file."""
+
+    file: Path
+    stored_name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+class SafetensorsCheckpoint:
+    """The language model's tensors in a directory, under the names of a text-only checkpoint.
+
+    Tensors that are stored in the wanted dtype are mapped; others are converted in parts.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._files: dict[Path, Any] = {}
+        self._entries: dict[str, _Entry] = {}
+        for file, names in self._listing().items():
+            stored = _entries(file, self._open(file))
+            for stored_name in stored if names is None else names:
+                if stored_name not in stored:
+                    raise ModelFileError(
+                        f"{directory / _INDEX} promises {shown(stored_name)} in {file.name}: it is not there"
+                    )
+                self._add(stored[stored_name])
+
+    def names(self) -> list[str]:
+        return list(self._entries)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._entries[name].shape
+
+    def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        entry = self._entries[name]
+        stored = _DTYPES.get(entry.dtype)
+        if stored is None:
+            raise UnsupportedModelError(
+                f"{entry.file}: {shown(name)} is stored as {entry.dtype}: readable are {', '.join(_DTYPES)}"
+            )
+        if stored == dtype:
+            mapped: torch.Tensor = self._files[entry.file].get_tensor(entry.stored_name)
+            return mapped
+        return _converted(entry, stored, dtype)
+
+    def codes(self, name: str) -> StoredCodes | None:
+        """None: these files hold plain numbers."""
+        return None
+
+    def _listing(self) -> dict[Path, list[str] | None]:
+        """The files to read and the tensors to take from each; None for all."""
+        if (self._directory / _SINGLE).is_file():
+            return {self._directory / _SINGLE: None}
+        if not (self._directory / _INDEX).is_file():
+            raise self._nothing_to_read()
+        weight_map = read_json(self._directory / _INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ModelFileError(f"{self._directory / _INDEX} has no weight_map")
+        listing: dict[Path, list[str] | None] = {}
+        for name, file_name in weight_map.items():
+            # A name with a path in it could lead out of the directory.
+            if not isinstance(file_name, str) or not _FILE_NAME.fullmatch(file_name):
+                raise ModelFileError(
+                    f"{self._directory / _INDEX} names {shown(file_name)}: a plain file name is expected"
+                )
+            if Path(file_name).suffix in PICKLE_SUFFIXES:
+                raise pickle_refusal(self._directory / file_name)
+            names = listing.setdefault(self._directory / file_name, [])
+            assert names is not None
+            names.append(name)
+        missing = [file.name for file in listing if not file.is_file()]
+        if missing:
+            raise ModelFileError(
+                f"{self._directory} lacks {len(missing)} of {len(listing)} shards: {', '.join(missing[:3])}"
+            )
+        return listing
+
+    def _nothing_to_read(self) -> ModelFileError:
+        for file in sorted(self._directory.iterdir()):
+            if file.suffix in PICKLE_SUFFIXES and file.is_file():
+                return pickle_refusal(file)
+        return ModelFileError(f"{self._directory} has neither {_SINGLE} nor {_INDEX}")
+
+    def _open(self, file: Path) -> Any:
+        """The mapped file; its library checks the header against the file's size, and that no two tensors overlap."""
+        try:
+            handle = safe_open(file, framework="pt")
+        except SafetensorError as error:
+            raise ModelFileError(
+                f"{file} is damaged or no safetensors file ({_reason(error)}); {describe_start(file)}"
+            ) from error
+        except OSError as error:
+            raise ModelFileError(f"{file} cannot be read: {error.strerror or error}") from error
+        self._files[file] = handle
+        return handle
+
+    def _add(self, entry: _Entry) -> None:
+        name = entry.stored_name
+        for prefix, replacement in _TEXT_PREFIXES:
+            if name.startswith(prefix):
+                name = replacement + name.removeprefix(prefix)
+                break
+        if name.startswith(_IGNORED_PREFIXES) or name.endswith(_IGNORED_SUFFIXES):
+            return
+        if name in self._entries:
+            raise ModelFileError(f"{self._directory} holds the tensor {shown(name)} twice")
+        self._entries[name] = entry
+
+
+def _entries(file: Path, handle: Any) -> dict[str, _Entry]:
+    """The tensors of a file whose header the library has checked."""
+    with file.open("rb") as stream:
+        header_bytes = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(header_bytes))
+    start = 8 + header_bytes
+    return {
+        name: _Entry(
+            file, name, header[name]["dtype"], tuple(header[name]["shape"]), start + header[name]["data_offsets"][0]
+        )
+        for name in handle.keys()  # noqa: SIM118
+    }
+
+
+def _converted(entry: _Entry, stored: torch.dtype, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor read and converted in parts through one small buffer."""
+    out = torch.empty(entry.shape, dtype=dtype)
+    flat = out.view(-1)
+    count = math.prod(entry.shape)
+    buffer = torch.empty(min(count, _BYTES_AT_ONCE // stored.itemsize), dtype=stored)
+    view = memoryview(buffer.view(torch.uint8).numpy())  # type: ignore[arg-type]
+    with entry.file.open("rb", buffering=0) as file:
+        file.seek(entry.offset)
+        for first in range(0, count, max(1, len(buffer))):
+            length = min(len(buffer), count - first)
+            _read_fully(file, view[: length * stored.itemsize], entry)
+            flat[first : first + length] = buffer[:length]
+    return out
+
+
+def _read_fully(file: Any, view: memoryview, entry: _Entry) -> None:
+    while view:
+        count = file.readinto(view)
+        if not count:
+            raise ModelFileError(f"{entry.file} ended while {shown(entry.stored_name)} was read: did it change?")
+        view = view[count:]
+
+
+def _reason(error: SafetensorError) -> str:
+    return str(error).removeprefix("Error while deserializing header: ").split(", expected one of")[0][:120]

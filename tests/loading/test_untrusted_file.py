@@ -1,0 +1,53 @@
+"""What comes from a file is shown on one line, and JSON that is none is an error for the user."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvist.errors import ModelFileError
+from kvist.loading.untrusted_file import read_json, shown, write_json
+
+
+def test_values_are_shown_on_one_line_and_short() -> None:
+    assert shown("blk.0.attn_q.weight") == "'blk.0.attn_q.weight'"
+    assert shown("two\nlines \x1b[31m") == r"'two\nlines \x1b[31m'"
+    assert shown(None) == "None"
+    assert "\n" not in shown(np.arange(1000).reshape(10, 100))
+    assert len(shown("x" * 1_000_000)) < 100
+
+
+def test_json_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    value = {"name": "åäö 漢字", "list": [1, 2.5, None, True]}
+    write_json(tmp_path / "x.json", value)
+    assert read_json(tmp_path / "x.json") == value
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "is not valid JSON; it is empty"),
+        (b"{'a': 1}", "is not valid JSON; it is a JSON file"),
+        (b"<!doctype html>", "it is a web page"),
+        (b'{"a": "\xff"}', "is not valid JSON"),
+        (b"[" * 200_000, "is not valid JSON"),
+        (b"[]", "holds no JSON object"),
+        (b"3", "holds no JSON object"),
+    ],
+)
+def test_anything_else_is_an_error_that_names_the_file(data: bytes, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_bytes(data)
+    with pytest.raises(ModelFileError, match=reason) as caught:
+        read_json(tmp_path / "x.json")
+    assert "x.json" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_is_named_with_its_directory(tmp_path: Path) -> None:
+    with pytest.raises(ModelFileError, match=f"x.json is missing in {tmp_path}"):
+        read_json(tmp_path / "x.json")
+    (tmp_path / "x.json").mkdir()
+    with pytest.raises(ModelFileError, match="cannot be read: Is a directory"):
+        read_json(tmp_path / "x.json")
