@@ -9,6 +9,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+_MOST_SHOWN = 80
+
 
 class KvistError(Exception):
     """Base of every error that Kvist raises on purpose."""
@@ -56,3 +58,9 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
     listed = f"known: {', '.join(names)}"
     return f"did you mean '{near[0]}'? {listed}" if near else listed
+
+
+def shown(value: object) -> str:
+    """A value from a file for a message: quoted where it is text, on one line, and not long."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from kvist.errors import ModelFileError
-from kvist.loading.untrusted_file import read_json, shown
+from kvist.errors import ModelFileError, shown
+from kvist.loading.untrusted_file import read_json
 
 # Tokens that end a turn or a text in every model that has them; llama.cpp goes by the same names.
 _END_OF_TURN = frozenset(("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<end_of_turn>", "<|end|>"))

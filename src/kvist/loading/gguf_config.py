@@ -7,10 +7,9 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from kvist.errors import ModelFileError, UnsupportedModelError, did_you_mean
+from kvist.errors import ModelFileError, UnsupportedModelError, did_you_mean, shown
 from kvist.loading.gguf_blocks import decode
 from kvist.loading.gguf_file import GgufFile
-from kvist.loading.untrusted_file import shown
 
 # `general.architecture` and the `model_type` and class that run it. Mistral models come as `llama`.
 _ARCHITECTURES = {

@@ -19,9 +19,9 @@ from struct import Struct
 import numpy as np
 import numpy.typing as npt
 
-from kvist.errors import KvistError, ModelFileError, UnsupportedModelError
+from kvist.errors import KvistError, ModelFileError, UnsupportedModelError, shown
 from kvist.loading.gguf_blocks import BlockType, block_type
-from kvist.loading.untrusted_file import describe_start, shown
+from kvist.loading.untrusted_file import describe_start
 
 _U32, _U64 = Struct("<I"), Struct("<Q")
 _STRING, _ARRAY = 8, 9

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from kvist.errors import ModelFileError, UnsupportedModelError
+from kvist.errors import ModelFileError, UnsupportedModelError, shown
 from kvist.loading.gguf_tokenizer_merges import listed_merges, merge_entries, merges_from_scores
 from kvist.loading.gguf_tokenizer_splits import word_split
 from kvist.loading.gguf_tokenizer_vocabulary import (
@@ -48,7 +48,7 @@ def write_tokenizer(metadata: Mapping[str, object], directory: Path) -> None:
     if kind is None:
         raise ModelFileError("the GGUF file holds no tokenizer (tokenizer.ggml.model): take a file that does")
     if kind not in ("gpt2", "llama"):
-        raise UnsupportedModelError(f"the GGUF file has a tokenizer of kind '{kind}': known: gpt2, llama")
+        raise UnsupportedModelError(f"the GGUF file has a tokenizer of kind {shown(kind)}: known: gpt2, llama")
     vocabulary = read_vocabulary(metadata)
     if kind == "gpt2":
         pipeline, adds_bos = _byte_level_bpe(metadata, vocabulary)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kvist.errors import UnsupportedModelError, did_you_mean
+from kvist.errors import UnsupportedModelError, did_you_mean, shown
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
@@ -88,7 +88,7 @@ def word_split(name: str) -> WordSplit:
     """The rule that a GGUF names; `UnsupportedModelError` if it is not one of those above."""
     if name not in _SPLITS:
         raise UnsupportedModelError(
-            f"the GGUF file splits words by the rule '{name}' (tokenizer.ggml.pre), which is not known here: "
+            f"the GGUF file splits words by the rule {shown(name)} (tokenizer.ggml.pre), which is not known here: "
             f"{did_you_mean(name, _SPLITS)}"
         )
     return _SPLITS[name]

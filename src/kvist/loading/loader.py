@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvist.config import WEIGHTS_FORMATS, ModelConfig, check_format
-from kvist.errors import ModelFileError, UnsupportedModelError
+from kvist.errors import ModelFileError, UnsupportedModelError, shown
 from kvist.loading.end_tokens import end_token_ids
 from kvist.loading.prepared import prepared_copy
 from kvist.loading.progress import Progress, no_progress
 from kvist.loading.resolve import resolve
 from kvist.loading.safetensors_checkpoint import SafetensorsCheckpoint
 from kvist.loading.tokenizer import Tokenizer
-from kvist.loading.untrusted_file import read_json, shown
+from kvist.loading.untrusted_file import read_json
 from kvist.loading.weights import WEIGHT_DTYPES, assign_weights, fitting_decoder
 from kvist.models.registry import decoder_config
 

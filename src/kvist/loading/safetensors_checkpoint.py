@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from kvist.errors import ModelFileError, UnsupportedModelError
+from kvist.errors import ModelFileError, UnsupportedModelError, shown
 from kvist.loading.checkpoint import StoredCodes
-from kvist.loading.untrusted_file import PICKLE_SUFFIXES, describe_start, pickle_refusal, read_json, shown
+from kvist.loading.untrusted_file import PICKLE_SUFFIXES, describe_start, pickle_refusal, read_json
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"

@@ -10,7 +10,6 @@ from kvist.errors import ModelFileError
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
-_MOST_SHOWN = 80
 
 _STARTS = (
     (b"GGUF", "a GGUF file"),
@@ -41,12 +40,6 @@ def describe_start(path: Path) -> str:
     if text.startswith((b"{", b"[")):
         return "it is a JSON file"
     return f"it starts with the bytes {start[:4].hex(' ')}"
-
-
-def shown(value: object) -> str:
-    """A value from a file for a message: quoted where it is text, on one line, and not long."""
-    text = " ".join(repr(value).split())
-    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 def read_json(path: Path) -> dict[str, object]:

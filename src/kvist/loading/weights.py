@@ -10,9 +10,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from kvist.config import ModelConfig
-from kvist.errors import ModelFileError
+from kvist.errors import ModelFileError, shown
 from kvist.loading.checkpoint import Checkpoint
-from kvist.loading.untrusted_file import shown
 from kvist.models.decoder import Decoder
 from kvist.models.registry import build_decoder
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TypedDict
 
 from kvist.config import LinearRopeScaling, Llama3RopeScaling, RopeConfig
-from kvist.errors import ModelFileError, UnsupportedModelError
+from kvist.errors import ModelFileError, UnsupportedModelError, shown
 
 # Above every model that exists, low enough that a lying file cannot make us build lists or modules without end.
 _MOST = 2**31
@@ -25,7 +25,7 @@ class ConfigFields:
         value = self._value(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
             raise ModelFileError(
-                f"config.json: {name} is {value!r}: it must be a whole number between {least} and {most}"
+                f"config.json: {name} is {shown(value)}: it must be a whole number between {least} and {most}"
             )
         return value
 
@@ -36,7 +36,7 @@ class ConfigFields:
         """A positive finite number; without a default the field must be there."""
         value = self._value(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise ModelFileError(f"config.json: {name} is {value!r}: it must be a positive number")
+            raise ModelFileError(f"config.json: {name} is {shown(value)}: it must be a positive number")
         return float(value)
 
     def optional_integer(self, name: str) -> int | None:
@@ -48,7 +48,7 @@ class ConfigFields:
     def flag(self, name: str, default: bool) -> bool:
         value = self._value(name, default)
         if not isinstance(value, bool):
-            raise ModelFileError(f"config.json: {name} is {value!r}: it must be true or false")
+            raise ModelFileError(f"config.json: {name} is {shown(value)}: it must be true or false")
         return value
 
     def section(self, name: str) -> Mapping[str, object] | None:
@@ -56,13 +56,13 @@ class ConfigFields:
         value = self.raw.get(name)
         if value is None or isinstance(value, Mapping):
             return value
-        raise ModelFileError(f"config.json: {name} is {value!r}: it must be an object")
+        raise ModelFileError(f"config.json: {name} is {shown(value)}: it must be an object")
 
     def require(self, name: str, supported: str, default: str) -> None:
         """Refuse a feature by name unless the field holds the one value that is supported."""
         value = self._value(name, default)
         if value != supported:
-            raise UnsupportedModelError(f"config.json: {name} is {value!r}: only {supported!r} is supported")
+            raise UnsupportedModelError(f"config.json: {name} is {shown(value)}: only {supported!r} is supported")
 
     def rope(self, section: Mapping[str, object] | None, theta: float) -> RopeConfig:
         """The rope of a `rope_parameters` or `rope_scaling` section; `theta` is the base where that names none."""
@@ -88,7 +88,7 @@ class ConfigFields:
                 return RopeConfig(theta, Llama3RopeScaling(fields.number("factor"), low, high, original))
             case _:
                 raise UnsupportedModelError(
-                    f"rope type {kind!r} is not supported: Kvist runs 'default', 'linear' and 'llama3'"
+                    f"rope type {shown(kind)} is not supported: Kvist runs 'default', 'linear' and 'llama3'"
                 )
 
     def one_rope(self) -> RopeConfig:
@@ -108,7 +108,7 @@ class ConfigFields:
         known = {"full_attention": None, "sliding_attention": window}
         for kind in types:
             if not isinstance(kind, str) or kind not in known:
-                raise UnsupportedModelError(f"layer type {kind!r} is not supported: known: {', '.join(known)}")
+                raise UnsupportedModelError(f"layer type {shown(kind)} is not supported: known: {', '.join(known)}")
         if window is None and "sliding_attention" in types:
             raise ModelFileError("config.json: layer_types has sliding_attention layers, but sliding_window is missing")
         return tuple(known[kind] for kind in types)

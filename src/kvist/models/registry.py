@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from kvist.config import ModelConfig
-from kvist.errors import ModelFileError, UnsupportedModelError, did_you_mean
+from kvist.errors import ModelFileError, UnsupportedModelError, did_you_mean, shown
 from kvist.models import gemma3, llama, mistral, qwen2, qwen3
 from kvist.models.decoder import Decoder
 
@@ -26,7 +26,7 @@ def decoder_config(raw: Mapping[str, object]) -> ModelConfig:
         raise ModelFileError("config.json has no model_type: is this a language model's directory?")
     if model_type not in _CONFIGS:
         raise UnsupportedModelError(
-            f"architecture '{model_type}' is not supported: {did_you_mean(model_type, list(_CONFIGS))}"
+            f"architecture {shown(model_type)} is not supported: {did_you_mean(model_type, list(_CONFIGS))}"
         )
     return _CONFIGS[model_type](raw)
 
