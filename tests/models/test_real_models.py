@@ -45,7 +45,7 @@ def compare(
     """`measure(ours, oracle's)` of the logits of one long text, computed in one step, a chunk of rows at a time.
 
     In one step, since PyTorch's attention rounds differently for other numbers of queries, and in bf16 a difference in
-    the last bit changes the likeliest token at about one position in forty: theirs against theirs as well.
+    the last bit changes the likeliest token at about one position in thirty: theirs against theirs as well.
     """
     cache = new_cache(ours.decoder, kv_format)
     sequence = cache.open()
