@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 
 from kvist.loading.demo_models import DEMO_MODELS
+from kvist.threads import wait_briefly
+
+wait_briefly()  # before any test module loads PyTorch
 
 
 def _pulled(name: str) -> Path:

@@ -11,6 +11,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from kvist.threads import wait_briefly
+
 if TYPE_CHECKING:
     from kvist.config import SamplingParams
     from kvist.errors import KvistError
@@ -54,6 +56,7 @@ def __getattr__(name: str) -> object:
 
         return version("kvist")
     if name in _MODULES:
+        wait_briefly()
         return getattr(import_module(_MODULES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -149,6 +149,17 @@ class EngineConfig:
             )
 
 
+# The runtime keeps a stack and a wait for each; it crashes long before it runs out of numbers.
+MOST_THREADS = 1024
+
+
+def check_threads(option: str, threads: int) -> int:
+    """Return a number of threads that can be run with, else raise `OptionError`."""
+    if not 1 <= threads <= MOST_THREADS:
+        raise OptionError(f"{option} is {threads}: it must be from 1 to {MOST_THREADS}, best the number of CPUs")
+    return threads
+
+
 # --- the sampler ------------------------------------------------------------------------------------------------------
 
 

@@ -19,6 +19,7 @@ from kvist.config import (
     EngineConfig,
     SamplingParams,
     check_format,
+    check_threads,
     parse_bytes,
 )
 from kvist.engine import DeltaStream, Engine, Request
@@ -244,11 +245,8 @@ def _engine_config(max_step_tokens: int) -> EngineConfig:
 
 
 def _set_threads(threads: int | None) -> None:
-    if threads is None:
-        return
-    if threads < 1:
-        raise OptionError(f"threads is {threads}: it must be at least 1")
-    torch.set_num_threads(threads)
+    if threads is not None:
+        torch.set_num_threads(check_threads("threads", threads))
 
 
 def _one(params: SamplingParams | Sequence[SamplingParams] | None) -> SamplingParams:

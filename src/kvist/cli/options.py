@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvist.config import KV_FORMATS, WEIGHTS_FORMATS, check_format, parse_bytes
+from kvist.config import KV_FORMATS, WEIGHTS_FORMATS, check_format, check_threads, parse_bytes
+from kvist.threads import wait_briefly
 
 if TYPE_CHECKING:
     from kvist.llm import LLM
@@ -63,7 +64,10 @@ def open_llm(model: str, *, weights_format: str, kv_format: str, kv_memory: str 
     check_format("weights_format", weights_format, WEIGHTS_FORMATS)
     check_format("kv_format", kv_format, KV_FORMATS)
     kv_memory_bytes = None if kv_memory is None else parse_bytes(kv_memory)
+    if threads is not None:
+        check_threads("--threads", threads)
 
+    wait_briefly()
     from kvist.cli.progress import progress_bar
     from kvist.llm import LLM
 

@@ -10,8 +10,10 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Protocol, cast
 
+from kvist.config import check_threads
 from kvist.errors import NativeError, OptionError
 from kvist.kernels.caches import last_level_cache_bytes
+from kvist.threads import wait_briefly
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +21,6 @@ if TYPE_CHECKING:
 MAX_ISA_VARIABLE = "KVIST_MAX_ISA"
 
 # What the library takes; csrc/bindings.cpp holds to the same.
-_MOST_THREADS = 1024
 _MOST_PASSES = 1_000_000
 
 # A machine's last-level cache keeps part of a buffer even where the buffer is larger: at four times its size, little.
@@ -47,6 +48,7 @@ def _library() -> _Library:
     """
     # PyTorch first: it brings an OpenMP runtime under the name that the native library asks for, so that the two share
     # one runtime and its threads. The other way round PyTorch would run on the system's, which may be too old for it.
+    wait_briefly()
     import torch  # noqa: F401
 
     try:
@@ -144,8 +146,7 @@ def _threads(num_threads: int | None) -> int:
 
         # Said with every call: a thread that has called nothing yet would otherwise get libgomp's own default.
         return torch.get_num_threads()
-    _check_between("num_threads", num_threads, 1, _MOST_THREADS)
-    return num_threads
+    return check_threads("num_threads", num_threads)
 
 
 def _check_between(name: str, value: int, least: int, most: int) -> None:
