@@ -15,6 +15,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "kvist"
 # From the ground up. A module may import its own layer and those below: at the top, in a function and for types alike.
 LAYERS = (
     ("errors",),
+    ("checks", "memory"),
     ("config", "threads"),
     ("results",),
     ("kernels",),

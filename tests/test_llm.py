@@ -12,7 +12,7 @@ import torch
 import kvist
 from engine_fakes import BYTES_PER_TOKEN, END, ByteTokenizer, HashingDecoder, fake_llm, scripted
 from kvist import LLM, Completion, SamplingParams, TextDelta
-from kvist.errors import CacheFullError, OptionError, PromptError
+from kvist.errors import CacheFullError, ContextFullError, OptionError, PromptError, StateError
 from kvist.models.step_inputs import StepInputs
 
 
@@ -41,7 +41,7 @@ def test_one_prompt_gives_its_completion() -> None:
     assert timings.ttft_ms > 0
     assert timings.prefill_tokens_per_s == pytest.approx(4 / timings.ttft_ms * 1000)
     assert timings.decode_tokens_per_s is not None
-    assert llm.kv_used == 0
+    assert llm.kv_used_bytes == 0
 
 
 def test_a_single_token_has_no_decode_speed() -> None:
@@ -170,11 +170,13 @@ def test_chat_without_a_template_is_refused() -> None:
     ("prompt", "message"),
     [
         ("", "the prompt is empty"),
-        ([], "the prompt is empty"),
         (["a", ""], "prompt 2 of 2: the prompt is empty"),
         ([[1], []], "prompt 2 of 2: the prompt is empty"),
         ([1, "a"], "a prompt is a text or a list of token ids, not a int"),
         ([[1, "a"]], "a prompt is a text or a list of token ids, not a list of int, str"),
+        ([True, 5], "a prompt is a text or a list of token ids, not a bool"),
+        (b"abc", "a prompt is a text, a list of token ids or a list of these, not bytes"),
+        ([b"abc"], "a prompt is a text or a list of token ids, not a bytes"),
         (5, "a prompt is a text, a list of token ids or a list of these, not int"),
         ("x" * 1024, "the prompt has 1,025 tokens"),
     ],
@@ -182,6 +184,27 @@ def test_chat_without_a_template_is_refused() -> None:
 def test_a_prompt_that_is_none_is_refused(prompt: object, message: str) -> None:
     with pytest.raises(PromptError, match=message):
         fake_llm().generate(prompt)  # type: ignore[call-overload]
+
+
+def test_no_prompts_give_no_completions() -> None:
+    llm = fake_llm()
+    assert llm.generate([]) == []
+    assert llm.generate((), SamplingParams(max_tokens=3)) == []  # type: ignore[comparison-overlap]
+    assert llm.generate([], []) == []
+    with pytest.raises(OptionError, match="there are 1 params for 0 prompts"):
+        llm.generate([], [SamplingParams()])
+
+
+@pytest.mark.parametrize("ask", ["stream", "session"])
+def test_no_tokens_are_no_prompt_of_a_stream_or_session(ask: str) -> None:
+    llm = fake_llm()
+    with pytest.raises(PromptError, match="the prompt is empty"):
+        llm.stream([]) if ask == "stream" else llm.session().generate([])
+
+
+def test_a_prompt_beyond_the_context_has_an_error_of_its_own_kind() -> None:
+    with pytest.raises(ContextFullError, match="shorten the prompt"):
+        fake_llm().generate("x" * 1024)
 
 
 def test_a_stream_refuses_at_once() -> None:
@@ -195,6 +218,8 @@ def test_a_stream_refuses_at_once() -> None:
     ("params", "message"),
     [
         ([SamplingParams()], "there are 1 params for 2 prompts"),
+        (5, "params must be a SamplingParams or a list of them, not int"),
+        ([SamplingParams(), {"top_k": 5}], "params must be a single SamplingParams for a single prompt, not dict"),
         (SamplingParams(stop_token_ids=(262,)), "stop_token_ids names token 262"),
         (SamplingParams(logit_bias={-1: 1.0}), "logit_bias names token -1"),
     ],
@@ -205,8 +230,14 @@ def test_params_that_cannot_be_honoured_are_refused(params: object, message: str
 
 
 def test_params_of_one_prompt_are_no_list() -> None:
-    with pytest.raises(OptionError, match="single"):
-        fake_llm().generate("a", [SamplingParams()])  # type: ignore[call-overload]
+    llm = fake_llm()
+    for params in ([SamplingParams()], [], {}, {"top_k": 5}):
+        with pytest.raises(OptionError, match="a single SamplingParams"):
+            llm.generate("a", params)  # type: ignore[call-overload]
+        with pytest.raises(OptionError, match="a single SamplingParams"):
+            llm.stream("a", params)  # type: ignore[arg-type]
+        with pytest.raises(OptionError, match="a single SamplingParams"):
+            llm.session().generate("a", params)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -216,8 +247,17 @@ def test_params_of_one_prompt_are_no_list() -> None:
         ({"kv_format": "int3"}, "unknown kv_format 'int3'"),
         ({"kv_memory": "much"}, "'much' is not a size"),
         ({"kv_memory": -5}, "'-5' is not a size"),
-        ({"threads": 0}, "threads is 0"),
+        ({"kv_memory": True}, "'True' is not a size"),
+        ({"kv_memory": 10**400}, "is not a size"),
+        ({"threads": 0}, "threads is 0: it must be from 1 to 1024, best the number of CPUs"),
+        ({"threads": -1}, "threads is -1: "),
+        ({"threads": 2_000_000}, "threads is 2000000: "),
+        ({"threads": 99_999_999_999}, "threads is 99999999999: "),
+        ({"threads": 2.5}, "threads is 2.5: it must be an integer, from 1 to 1024"),
+        ({"threads": True}, "threads is True: it must be an integer"),
         ({"max_step_tokens": 0}, "max_step_tokens is 0"),
+        ({"max_step_tokens": 2.5}, "max_step_tokens is 2.5: it must be an integer"),
+        ({"max_step_tokens": "many"}, "max_step_tokens is 'many': it must be an integer"),
     ],
 )
 def test_options_are_checked_before_anything_is_loaded(options: dict[str, object], message: str) -> None:
@@ -225,10 +265,16 @@ def test_options_are_checked_before_anything_is_loaded(options: dict[str, object
         LLM("/no/such/model", **options)  # type: ignore[arg-type]
 
 
-def test_the_cache_takes_half_of_the_available_memory_unless_told() -> None:
-    assert fake_llm(kv_memory="2MiB").kv_memory == 2 << 20
-    default = fake_llm(kv_memory=None).kv_memory
-    assert default > 1 << 20
+def test_the_cache_takes_half_of_the_available_memory_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fake_llm(kv_memory="2MiB").kv_memory_bytes == 2 << 20
+    monkeypatch.setattr("kvist.llm.available_bytes", lambda: 6 << 20)
+    assert fake_llm(kv_memory=None).kv_memory_bytes == 3 << 20
+
+
+def test_a_machine_that_is_full_refuses_requests_and_not_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvist.llm.available_bytes", lambda: 0)
+    with pytest.raises(CacheFullError, match="raise kv_memory"):
+        fake_llm(kv_memory=None).generate("abc")
 
 
 def test_threads_are_those_of_pytorch() -> None:
@@ -244,11 +290,11 @@ def test_a_closed_llm_says_so() -> None:
     with fake_llm() as llm:
         stream = llm.stream("abc")
         next(stream)
-    with pytest.raises(PromptError, match="closed"):
+    with pytest.raises(StateError, match="closed"):
         next(stream)
-    with pytest.raises(PromptError, match="closed"):
+    with pytest.raises(StateError, match="closed"):
         llm.generate("abc")
-    assert llm.kv_used == 0
+    assert llm.kv_used_bytes == 0
 
 
 def test_it_tells_what_it_is() -> None:
@@ -270,7 +316,7 @@ def test_an_interrupt_leaves_the_llm_as_it_was() -> None:
     decoder.before_step = interrupt
     with pytest.raises(KeyboardInterrupt):
         llm.generate(["abc", "x"])
-    assert llm.kv_used == 0
+    assert llm.kv_used_bytes == 0
     decoder.before_step = lambda inputs: None
     assert llm.generate("abc").token_ids == expected
 

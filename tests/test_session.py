@@ -10,7 +10,7 @@ import pytest
 
 from engine_fakes import BYTES_PER_TOKEN, AnsweringDecoder, ByteTokenizer, HashingDecoder, echo, fake_llm
 from kvist import Completion, SamplingParams, Session
-from kvist.errors import CacheFullError, PromptError
+from kvist.errors import CacheFullError, ContextFullError, PromptError, StateError
 from kvist.models.step_inputs import StepInputs
 
 SHORT = SamplingParams(max_tokens=6)
@@ -76,7 +76,7 @@ def test_random_turns_give_what_a_cold_run_gives(seed: int) -> None:
         assert completion.token_ids == cold(prompt_of(session, completion), params)
         assert llm.tokenizer.decode(prompt_of(session, completion), skip_special_tokens=False) == before
     session.close()
-    assert llm.kv_used == 0
+    assert llm.kv_used_bytes == 0
 
 
 def test_a_stop_string_is_not_in_the_history() -> None:
@@ -217,7 +217,7 @@ def test_a_stream_that_is_still_open_is_ended_by_the_next_call() -> None:
     assert next(stream).text == "a"
     assert session.chat("next").text == "next"
     assert [message["content"] for message in session.messages] == ["abcdef", "a", "next", "next"]
-    with pytest.raises(PromptError, match="a later call on its session has ended this stream"):
+    with pytest.raises(StateError, match="a later call on its session has ended this stream"):
         next(stream)
 
 
@@ -228,6 +228,69 @@ def test_a_character_in_the_middle_of_which_a_stream_ends_is_not_said() -> None:
     stream.close()
     assert session.messages[-1]["content"] == "a"
     assert session.chat("next").text == "next"
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_what_other_threads_computed_and_no_reader_saw_is_not_said(ended: bool) -> None:
+    """Their steps bring a stream further than its reader is, up to the end of its text."""
+    llm = fake_llm(AnsweringDecoder(echo))
+    session = llm.session()
+    stream = session.stream_chat("abcdef")
+    assert next(stream).text == "a"
+    other = llm.session()
+    other.chat("elsewhere" if ended else "xyz")  # in steps that this stream has its part in
+    assert (stream._sequence.num_generated == 7) == ended
+    assert stream._sequence.num_generated > 1
+    stream.close()
+    assert session.messages == [{"role": "user", "content": "abcdef"}, {"role": "assistant", "content": "a"}]
+    prompt = llm.tokenizer.encode("<bos><user>abcdef<end><model>", add_special_tokens=False)
+    assert session._history.token_ids == [*prompt, *b"a"]
+    completion = session.chat("next")
+    assert completion.text == "next"
+    assert prompt_of(session, completion) == llm.tokenizer.encode(
+        "<bos><user>abcdef<end><model>a<end><user>next<end><model>", add_special_tokens=False
+    )
+
+
+def test_plain_text_that_no_reader_saw_is_not_kept_either() -> None:
+    llm = fake_llm()
+    session = llm.session()
+    stream = session.stream("once", SamplingParams(max_tokens=50, ignore_eos=True))
+    seen = [*next(stream).token_ids, *next(stream).token_ids]
+    llm.generate("other", SHORT)
+    stream.close()
+    assert session._history.token_ids == [256, *b"once", *seen]
+    follows = session.generate("", SHORT)
+    assert follows.token_ids == cold([256, *b"once", *seen])
+
+
+def test_a_stream_that_failed_behind_its_reader_keeps_what_was_read_when_it_is_closed() -> None:
+    decoder = AnsweringDecoder(echo)
+    llm = fake_llm(decoder)
+    session = llm.session()
+    stream = session.stream_chat("abcdef")
+    assert next(stream).text == "a"
+
+    def fail(inputs: StepInputs) -> None:
+        raise ZeroDivisionError
+
+    decoder.before_step = fail
+    with pytest.raises(ZeroDivisionError):
+        llm.generate("other", SHORT)
+    decoder.before_step = lambda inputs: None
+    stream.close()
+    assert session.messages[-1] == {"role": "assistant", "content": "a"}
+    assert session.chat("next").text == "next"
+
+
+def test_ids_that_are_changed_later_are_kept_as_they_were() -> None:
+    session = fake_llm(AnsweringDecoder(echo)).session()
+    session.chat("abcdef", SamplingParams(max_tokens=3))
+    ids = [*b"d"]
+    stream = session.stream(ids, SamplingParams(max_tokens=1))
+    ids[:] = b"zzz"
+    assert "".join(delta.text for delta in stream) == "e"
+    assert session.messages[-1]["content"] == "abcde"
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
@@ -268,7 +331,7 @@ def test_a_context_that_is_full_says_what_is_left() -> None:
     session = fake_llm(AnsweringDecoder(echo), max_context=50).session()
     session.chat("x" * 10)
     messages, length = list(session.messages), session.length
-    with pytest.raises(PromptError) as caught:
+    with pytest.raises(ContextFullError) as caught:
         session.chat("y" * 30)
     assert str(caught.value) == (
         "with the new text the session has 58 tokens, and its history of 24 leaves 26 of the context of 50: shorten "
@@ -311,7 +374,7 @@ def test_two_threads_do_not_share_a_session() -> None:
     thread = threading.Thread(target=session.generate, args=("abc", SHORT))
     thread.start()
     assert inside.wait(timeout=10)
-    with pytest.raises(PromptError, match="another thread"):
+    with pytest.raises(StateError, match="another thread"):
         session.generate("x")
     leave.set()
     thread.join()
@@ -326,7 +389,7 @@ def test_reset_keeps_the_system_message_alone() -> None:
     session = llm.session(system="be short")
     first = session.chat("hello")
     session.reset()
-    assert (session.messages, session.length, llm.kv_used) == ([{"role": "system", "content": "be short"}], 0, 0)
+    assert (session.messages, session.length, llm.kv_used_bytes) == ([{"role": "system", "content": "be short"}], 0, 0)
     again = session.chat("hello")
     assert (again.token_ids, again.cached_tokens) == (first.token_ids, 0)
 
@@ -337,8 +400,8 @@ def test_reset_ends_an_open_stream() -> None:
     stream = session.stream_chat("abcdef")
     next(stream)
     session.reset()
-    assert (session.messages, llm.kv_used) == ([], 0)
-    with pytest.raises(PromptError, match="ended this stream"):
+    assert (session.messages, llm.kv_used_bytes) == ([], 0)
+    with pytest.raises(StateError, match="ended this stream"):
         next(stream)
     assert session.chat("hello").text == "hello"
 
@@ -347,9 +410,9 @@ def test_closing_or_dropping_a_session_gives_its_memory_back() -> None:
     llm = fake_llm()
     with llm.session() as session:
         session.generate("abc", SHORT)
-        assert llm.kv_used > 0
-    assert llm.kv_used == 0
-    with pytest.raises(PromptError, match="closed"):
+        assert llm.kv_used_bytes > 0
+    assert llm.kv_used_bytes == 0
+    with pytest.raises(StateError, match="closed"):
         session.generate("abc")
     session.close()
 
@@ -358,7 +421,7 @@ def test_closing_or_dropping_a_session_gives_its_memory_back() -> None:
     next(dropped.stream("x"))
     del dropped
     gc.collect()
-    assert llm.kv_used == 0
+    assert llm.kv_used_bytes == 0
 
 
 def test_a_session_may_outlive_its_llm() -> None:
@@ -366,7 +429,7 @@ def test_a_session_may_outlive_its_llm() -> None:
     session = llm.session()
     session.generate("abc", SHORT)
     llm.close()
-    assert llm.kv_used == 0
-    with pytest.raises(PromptError, match="closed"):
+    assert llm.kv_used_bytes == 0
+    with pytest.raises(StateError, match="closed"):
         session.generate("x")
     session.close()

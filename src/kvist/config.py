@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvist.errors import OptionError, did_you_mean
+from kvist.checks import biases, check_integer, check_number, in_words, is_integer, strings, token_ids
+from kvist.errors import OptionError, did_you_mean, shown
 
 WEIGHTS_FORMATS = ("bf16", "fp32")
 KV_FORMATS = ("bf16", "fp32")
@@ -92,20 +92,26 @@ class ModelConfig:
 
 _BYTE_UNITS = {
     "": 1, "b": 1,
-    "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9,
+    "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9, "t": 10**12, "tb": 10**12,
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
+
+# What 64 bits can count.
+_MOST_BYTES = 2**63 - 1
 
 
 def parse_bytes(text: str | int) -> int:
     """Bytes from `"512MiB"`, `"2GB"` or a plain number; `OptionError` if it is no positive size."""
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", str(text).lower())
+    given = in_words(text) if is_integer(text) else str(text)
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", given.lower())
     if match is None or match[2] not in _BYTE_UNITS:
-        raise OptionError(f"'{text}' is not a size in bytes: write it like 512MiB or 2GB")
-    size = int(float(match[1]) * _BYTE_UNITS[match[2]])
+        raise OptionError(f"{shown(given)} is not a size in bytes: write it like 512MiB or 2GB")
+    size = float(match[1]) * _BYTE_UNITS[match[2]]  # infinite where it overflows
     if size < 1:
-        raise OptionError(f"'{text}' is not a size in bytes: it must be positive, like 512MiB")
-    return size
+        raise OptionError(f"{shown(given)} is not a size in bytes: it must be positive, like 512MiB")
+    if size > _MOST_BYTES:
+        raise OptionError(f"{shown(given)} is not a size in bytes that any machine has: write it like 512MiB or 2GB")
+    return int(size)
 
 
 @dataclass(frozen=True)
@@ -122,8 +128,7 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         check_format("kv_format", self.kv_format, KV_FORMATS)
-        if self.memory_bytes < 1:
-            raise OptionError(f"memory_bytes is {self.memory_bytes}: the cache needs a positive number of bytes")
+        check_integer("memory_bytes", self.memory_bytes, 1)
 
 
 @dataclass(frozen=True)
@@ -140,8 +145,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name in ("max_step_tokens", "max_sequences"):
-            if getattr(self, name) < 1:
-                raise OptionError(f"{name} is {getattr(self, name)}: it must be at least 1")
+            check_integer(name, getattr(self, name), 1)
         if self.max_sequences > self.max_step_tokens:
             raise OptionError(
                 f"max_sequences ({self.max_sequences}) exceeds max_step_tokens ({self.max_step_tokens}): "
@@ -155,9 +159,7 @@ MOST_THREADS = 1024
 
 def check_threads(option: str, threads: int) -> int:
     """Return a number of threads that can be run with, else raise `OptionError`."""
-    if not 1 <= threads <= MOST_THREADS:
-        raise OptionError(f"{option} is {threads}: it must be from 1 to {MOST_THREADS}, best the number of CPUs")
-    return threads
+    return check_integer(option, threads, 1, MOST_THREADS, note=", best the number of CPUs")
 
 
 # --- the sampler ------------------------------------------------------------------------------------------------------
@@ -179,14 +181,18 @@ class SamplingParams:
             text holds (arXiv 1909.05858); 1 is off.
         presence_penalty: subtracted from the logits of tokens that the generated text holds.
         frequency_penalty: subtracted once for each time the generated text holds the token.
-        seed: makes this request repeatable, whatever runs beside it; None draws a new one.
-        stop: strings that end the text; they are never part of it.
-        stop_token_ids: tokens that end the text, besides the model's own.
+        seed: makes the draws of this request repeatable; what runs beside it does not change them, though it may still
+            change the last bits of the logits that they are drawn from. None draws a new seed.
+        stop: strings that end the text; they are never part of it. One alone may be given as it is; None is none.
+        stop_token_ids: tokens that end the text, besides the model's own; None is none.
         ignore_eos: go on past the model's own end tokens.
-        logit_bias: added to the logits of these token ids.
+        logit_bias: added to the logits of these token ids; -inf forbids a token; None is none.
         logprobs: for each token, how many of the most likely ones to report with their log-probability, from the
             model's own distribution (before bias, penalties and temperature); 0 reports the drawn token's
             alone; None reports nothing.
+
+    Raises:
+        OptionError: a value is of the wrong kind or out of range. What this lets through, no step stumbles over.
     """
 
     max_tokens: int = 512
@@ -205,30 +211,34 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        _check_range("max_tokens", self.max_tokens, 1, math.inf)
-        _check_range("temperature", self.temperature, 0, math.inf)
-        _check_range("top_k", self.top_k, 0, math.inf)
-        _check_range("top_p", self.top_p, 0, 1, open_low=True)
-        _check_range("min_p", self.min_p, 0, 1)
-        _check_range("repetition_penalty", self.repetition_penalty, 0, math.inf, open_low=True)
-        _check_range("presence_penalty", self.presence_penalty, -math.inf, math.inf)
-        _check_range("frequency_penalty", self.frequency_penalty, -math.inf, math.inf)
+        self._set("max_tokens", check_integer("max_tokens", self.max_tokens, 1))
+        self._set("top_k", check_integer("top_k", self.top_k, 0, note=", and 0 is off"))
         if self.seed is not None:
-            _check_range("seed", self.seed, 0, math.inf)
+            self._set("seed", check_integer("seed", self.seed, 0, note=", or None for a new one each time"))
         if self.logprobs is not None:
-            _check_range("logprobs", self.logprobs, 0, 100)
-        if any(not text for text in self.stop):
+            self._set("logprobs", check_integer("logprobs", self.logprobs, 0, 100, note=", or None for none"))
+        self._set("temperature", check_number("temperature", self.temperature, 0))
+        self._set("top_p", check_number("top_p", self.top_p, 0, 1, open_low=True))
+        self._set("min_p", check_number("min_p", self.min_p, 0, 1))
+        self._set("repetition_penalty", check_number("repetition_penalty", self.repetition_penalty, 0, open_low=True))
+        self._set("presence_penalty", check_number("presence_penalty", self.presence_penalty))
+        self._set("frequency_penalty", check_number("frequency_penalty", self.frequency_penalty))
+        self._set("stop", strings("stop", self.stop))
+        self._set("stop_token_ids", token_ids("stop_token_ids", self.stop_token_ids))
+        self._set("logit_bias", biases("logit_bias", self.logit_bias))
+        if "" in self.stop:
             raise OptionError("a stop string is empty: it would end every text at once; leave it out")
-        for token_id, bias in self.logit_bias.items():
-            _check_range(f"logit_bias[{token_id}]", bias, -math.inf, math.inf)
+        if not isinstance(self.ignore_eos, bool):
+            raise OptionError(f"ignore_eos is {in_words(self.ignore_eos)}: it must be True or False")
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
 
 
-def _check_range(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
-    if math.isnan(value) or value < low or value > high or (open_low and value == low) or value == math.inf:
-        least = f"above {low}" if open_low else f"at least {low}"
-        bounds = least if high == math.inf else f"{least} and at most {high}"
-        raise OptionError(f"{name} is {value}: it must be {'a finite number' if low == -math.inf else bounds}")
+def checked_params(params: object) -> SamplingParams:
+    """The parameters of one request, the defaults for None; `OptionError` for anything else."""
+    if params is None:
+        return SamplingParams()
+    if not isinstance(params, SamplingParams):
+        raise OptionError(f"params must be a single SamplingParams for a single prompt, not {type(params).__name__}")
+    return params

@@ -40,8 +40,16 @@ class PromptError(KvistError, ValueError):
     """The prompt cannot be run: empty, too long for the context, or without the template it needs."""
 
 
+class ContextFullError(PromptError):
+    """The prompt, with the history before it, is too long for the model's context."""
+
+
 class CacheFullError(KvistError):
     """The request cannot fit into the memory set aside for the KV cache."""
+
+
+class StateError(KvistError):
+    """An object is used in a way that its state does not allow: it is closed, has ended, or another thread uses it."""
 
 
 class NumericsError(KvistError):

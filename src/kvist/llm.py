@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, cast, overload
 
-import psutil
 import torch
 
 from kvist.attention import kernel_name
 from kvist.cache.kv_cache import KVCache
+from kvist.checks import check_integer
 from kvist.config import (
     KV_FORMATS,
     WEIGHTS_FORMATS,
@@ -20,11 +20,13 @@ from kvist.config import (
     SamplingParams,
     check_format,
     check_threads,
+    checked_params,
     parse_bytes,
 )
 from kvist.engine import DeltaStream, Engine, Request
 from kvist.engine.prompt import Prompt, is_token_ids, prompt_ids
 from kvist.errors import OptionError, PromptError
+from kvist.memory import available_bytes
 from kvist.results import Completion, TextDelta, Timings, TokenLogprob
 from kvist.session import Session
 
@@ -114,7 +116,7 @@ class LLM:
         self.weights_bytes = loaded.weights_bytes
         self.kv_format = kv_format
         if memory_bytes is None:
-            memory_bytes = psutil.virtual_memory().available // 2
+            memory_bytes = max(1, available_bytes() // 2)
         self._engine = Engine(
             loaded.decoder,
             loaded.config,
@@ -135,12 +137,12 @@ class LLM:
         return self.config.max_context
 
     @property
-    def kv_memory(self) -> int:
+    def kv_memory_bytes(self) -> int:
         """The most bytes that all keys and values may take."""
         return self._engine.cache.config.memory_bytes
 
     @property
-    def kv_used(self) -> int:
+    def kv_used_bytes(self) -> int:
         """Bytes that running requests and open sessions hold now, room reserved for what they may generate included."""
         return self._engine.cache.used_bytes
 
@@ -169,18 +171,19 @@ class LLM:
             params: how to draw and when to stop; for a list of prompts one for all, or one for each.
 
         Returns:
-            The completion; for a list of prompts the list of theirs.
+            The completion; for a list of prompts the list of theirs, an empty one for an empty list.
 
         Raises:
-            PromptError: a prompt is empty, too long for the context, or holds unknown tokens.
+            PromptError: a prompt is empty, too long for the context (`ContextFullError`), or holds unknown tokens.
             OptionError: a parameter cannot be honoured, or there are not as many as prompts.
             CacheFullError: a prompt and what it may generate do not fit into `kv_memory`.
             NumericsError: the model produced logits that are not numbers.
+            StateError: the LLM is closed.
         """
         requested_at = time.perf_counter()
-        if isinstance(prompt, str) or is_token_ids(prompt):
-            return self._engine.run([self._request(cast(Prompt, prompt), _one(params), requested_at)])[0]
-        if not isinstance(prompt, Sequence):
+        if isinstance(prompt, str) or (is_token_ids(prompt) and prompt):
+            return self._engine.run([self._request(cast(Prompt, prompt), checked_params(params), requested_at)])[0]
+        if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray)):
             raise PromptError(
                 f"a prompt is a text, a list of token ids or a list of these, not {type(prompt).__name__}"
             )
@@ -195,7 +198,7 @@ class LLM:
 
         Closing or dropping the iterator gives the rest up. Raises what `generate` raises, for the prompt at once.
         """
-        return self._stream(self._request(prompt, _one(params), time.perf_counter()))
+        return self._stream(self._request(prompt, checked_params(params), time.perf_counter()))
 
     def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Completion:
         """Answer a conversation, written out by the model's chat template.
@@ -234,14 +237,15 @@ class LLM:
     def _chat_request(self, messages: Sequence[Message], params: SamplingParams | None) -> Request:
         requested_at = time.perf_counter()
         text = self.tokenizer.render_chat(messages)
-        return Request(self.tokenizer.encode(text, add_special_tokens=False), _one(params), requested_at)
+        return Request(self.tokenizer.encode(text, add_special_tokens=False), checked_params(params), requested_at)
 
     def _stream(self, request: Request) -> DeltaStream:
         return DeltaStream(self._engine, self._engine.submit([request])[0])
 
 
 def _engine_config(max_step_tokens: int) -> EngineConfig:
-    return EngineConfig(max_step_tokens, min(EngineConfig.max_sequences, max(1, max_step_tokens)))
+    check_integer("max_step_tokens", max_step_tokens, 1)
+    return EngineConfig(max_step_tokens, min(EngineConfig.max_sequences, max_step_tokens))
 
 
 def _set_threads(threads: int | None) -> None:
@@ -249,19 +253,13 @@ def _set_threads(threads: int | None) -> None:
         torch.set_num_threads(check_threads("threads", threads))
 
 
-def _one(params: SamplingParams | Sequence[SamplingParams] | None) -> SamplingParams:
-    if params is None:
-        return SamplingParams()
-    if isinstance(params, SamplingParams):
-        return params
-    raise OptionError("params must be a single SamplingParams for a single prompt")
-
-
 def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int) -> Sequence[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
-        return [_one(params)] * num_prompts
+        return [checked_params(params)] * num_prompts
+    if not isinstance(params, Sequence):
+        raise OptionError(f"params must be a SamplingParams or a list of them, not {type(params).__name__}")
     if len(params) != num_prompts:
         raise OptionError(
             f"there are {len(params)} params for {num_prompts} prompts: give one for all, or one for each"
         )
-    return params
+    return [checked_params(one) for one in params]

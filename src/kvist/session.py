@@ -12,11 +12,11 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from kvist.config import SamplingParams
+from kvist.config import SamplingParams, checked_params
 from kvist.engine import DeltaStream, Engine, Request, Room, Sequence
 from kvist.engine.prompt import Prompt, prompt_ids
 from kvist.engine.text import text_after
-from kvist.errors import PromptError
+from kvist.errors import ContextFullError, PromptError, StateError
 from kvist.results import Completion
 
 if TYPE_CHECKING:
@@ -80,7 +80,9 @@ class Session:
         An empty text goes on where the session is. After a chat, the text is part of the assistant's last message.
 
         Raises:
-            PromptError: nothing to go on from, or too long for what the history leaves of the context.
+            PromptError: nothing to go on from, or (`ContextFullError`) too long for what the history leaves of the
+                context.
+            StateError: the session or its LLM is closed, or another thread is using the session.
             CacheFullError: the history, the prompt and what may be generated do not fit into the cache.
             OptionError, NumericsError: as `LLM.generate`.
         """
@@ -140,10 +142,11 @@ class Session:
         rendered = self._tokenizer.render_chat(messages)
         token_ids = self._continued(rendered, is_chat=True)
 
-        def end(sequence: Sequence) -> None:
-            if sequence.num_generated:
-                self._history = self._history_after(sequence, rendered, is_chat=True)
-                self.messages[:] = [*messages, {"role": "assistant", "content": sequence.text}]
+        def end(sequence: Sequence, num_tokens: int) -> None:
+            if num_tokens:
+                said_ids, said = sequence.said(num_tokens)
+                self._history = self._history_after(sequence.prompt_ids, said_ids, rendered, said, is_chat=True)
+                self.messages[:] = [*messages, {"role": "assistant", "content": said}]
 
         return self._start(token_ids, params, requested_at, end)
 
@@ -158,26 +161,32 @@ class Session:
             text = None
             token_ids = history.token_ids + prompt_ids(prompt, encode, add_special_tokens=not history.token_ids)
 
-        def end(sequence: Sequence) -> None:
-            if sequence.num_generated:
-                self._history = self._history_after(sequence, text, is_chat=history.is_chat)
+        def end(sequence: Sequence, num_tokens: int) -> None:
+            if num_tokens:
+                said_ids, said = sequence.said(num_tokens)
+                self._history = self._history_after(sequence.prompt_ids, said_ids, text, said, is_chat=history.is_chat)
                 if history.is_chat and self.messages:
-                    appended = prompt if isinstance(prompt, str) else decode(prompt)
-                    self.messages[-1]["content"] += appended + sequence.text
+                    # Not decode(prompt): its owner may have changed it since.
+                    appended = prompt if isinstance(prompt, str) else decode(token_ids[len(history.token_ids) :])
+                    self.messages[-1]["content"] += appended + said
 
         return self._start(token_ids, params, requested_at, end)
 
     def _start(
-        self, token_ids: list[int], params: SamplingParams | None, requested_at: float, end: Callable[[Sequence], None]
+        self,
+        token_ids: list[int],
+        params: SamplingParams | None,
+        requested_at: float,
+        end: Callable[[Sequence, int], None],
     ) -> DeltaStream:
         max_context, length = self._engine.config.max_context, self.length
         if length and len(token_ids) >= max_context:
-            raise PromptError(
+            raise ContextFullError(
                 f"with the new text the session has {len(token_ids):,} tokens, and its history of {length:,} leaves "
                 f"{max(0, max_context - length):,} of the context of {max_context:,}: shorten the text, or reset() "
                 "the session"
             )
-        request = Request(token_ids, params or SamplingParams(), requested_at, self._room)
+        request = Request(token_ids, checked_params(params), requested_at, self._room)
         stream = DeltaStream(self._engine, self._engine.submit([request])[0], end)
         self._stream = weakref.ref(stream)  # weak: a stream that its reader drops must end
         return stream
@@ -194,15 +203,17 @@ class Session:
                 return history.token_ids + rest_ids
         return encode(text, add_special_tokens=not is_chat) if text else []
 
-    def _history_after(self, sequence: Sequence, prompt_text: str | None, *, is_chat: bool) -> _History:
-        """The history with what was generated, as far as it was handed out, and without the end token."""
-        prompt, generated, text = sequence.prompt_ids, sequence.text_ids, sequence.text
-        while generated and not text.startswith(text_after(self._tokenizer.decode, prompt, generated)):
-            generated.pop()
+    def _history_after(
+        self, prompt_ids: list[int], said_ids: list[int], prompt_text: str | None, said: str, *, is_chat: bool
+    ) -> _History:
+        """The history with what was handed out; of its tokens those that are in its text as a whole."""
+        kept_ids = list(said_ids)
+        while kept_ids and not said.startswith(text_after(self._tokenizer.decode, prompt_ids, kept_ids)):
+            kept_ids.pop()
         return _History(
-            token_ids=prompt + generated,
-            text=None if prompt_text is None else prompt_text + text,
-            is_exact=text_after(self._tokenizer.decode, prompt, generated) == text,
+            token_ids=prompt_ids + kept_ids,
+            text=None if prompt_text is None else prompt_text + said,
+            is_exact=text_after(self._tokenizer.decode, prompt_ids, kept_ids) == said,
             is_chat=is_chat,
         )
 
@@ -224,10 +235,10 @@ class Session:
     @contextmanager
     def _alone(self, *, closing: bool = False) -> Iterator[None]:
         if not self._busy.acquire(blocking=False):
-            raise PromptError("another thread is using this session: it takes one turn at a time")
+            raise StateError("another thread is using this session: it takes one turn at a time")
         try:
             if not closing and not self._release_room.alive:
-                raise PromptError("this session is closed: open another with LLM.session()")
+                raise StateError("this session is closed: open another with LLM.session()")
             yield
         finally:
             self._busy.release()

@@ -14,7 +14,7 @@ from engine_fakes import BYTES_PER_TOKEN, ByteTokenizer, HashingDecoder, tiny_co
 from kvist.cache.kv_cache import KVCache
 from kvist.config import CacheConfig, EngineConfig, SamplingParams
 from kvist.engine import DeltaStream, Engine, Request
-from kvist.errors import CacheFullError, NumericsError, PromptError
+from kvist.errors import CacheFullError, NumericsError, PromptError, StateError
 from kvist.models.step_inputs import StepInputs
 
 
@@ -233,6 +233,53 @@ def test_logits_that_are_no_numbers_fail_their_request_alone() -> None:
     assert engine.cache.used_bytes == 0
 
 
+def unchecked(prompt: str, **params: object) -> Request:
+    """A request with parameters that `SamplingParams` would refuse: what an error of our own would look like."""
+    request = request_of(prompt, temperature=1.0)
+    for name, value in params.items():
+        object.__setattr__(request.params, name, value)
+    return request
+
+
+@pytest.mark.parametrize("params", [{"top_k": 2.5}, {"logprobs": 2.5}, {"max_tokens": 2.5}], ids=str)
+def test_an_error_that_nobody_expects_fails_its_request_alone(params: dict[str, object]) -> None:
+    """In sampling and in planning, whichever thread takes the step."""
+    engine = engine_of()
+    good = DeltaStream(engine, engine.submit([request_of("abc", max_tokens=5)])[0])
+    (bad,) = engine.submit([unchecked("abc", **params)])
+    assert sum(len(delta.token_ids) for delta in good) == 5
+    with pytest.raises(TypeError):
+        engine.next_delta(bad, 0)
+    assert engine.cache.used_bytes == 0
+
+
+def test_a_completion_that_cannot_be_made_fails_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of()
+    bad, good = engine.submit([request_of("abc", max_tokens=2), request_of("x", max_tokens=5, ignore_eos=True)])
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(bad, "_timings", fail)
+    stream = DeltaStream(engine, good)
+    assert sum(len(delta.token_ids) for delta in stream) == 5
+    assert isinstance(bad.error, ZeroDivisionError)
+    assert engine.cache.used_bytes == 0
+
+
+def test_an_interrupt_before_a_sequence_waits_leaves_nothing_to_give_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of()
+
+    def interrupt(sequence: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine._scheduler, "add", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        engine.submit([request_of("abc")])
+    monkeypatch.undo()
+    assert tokens_of(engine, some_requests(12)) == ALONE
+
+
 def test_a_tokenizer_that_fails_fails_its_request_alone() -> None:
     engine = engine_of()
 
@@ -254,9 +301,9 @@ def test_closing_the_engine_fails_what_runs_and_refuses_what_comes() -> None:
     engine.close()
     assert engine.cache.used_bytes == 0
     engine.close_room(room)  # a session that outlives it
-    with pytest.raises(PromptError, match="the LLM was closed"):
+    with pytest.raises(StateError, match="the LLM was closed"):
         next(stream)
-    with pytest.raises(PromptError, match="closed"):
+    with pytest.raises(StateError, match="closed"):
         engine.run([request_of("x")])
 
 

@@ -195,6 +195,15 @@ def test_only_the_row_that_is_no_number_fails() -> None:
         assert outcomes[4] == Drawn(2, None)
 
 
+def test_only_the_row_that_stumbles_fails() -> None:
+    params = SamplingParams(temperature=1)
+    object.__setattr__(params, "top_k", 2.5)
+    good, bad = SamplingState(SamplingParams(), [], 3), SamplingState(params, [], 3)
+    first, second, third = sample(torch.tensor([[0.0, 1, 5]] * 3), [good, bad, good])
+    assert first == third == Drawn(2, None)
+    assert isinstance(second, TypeError)
+
+
 def test_a_bias_that_bans_everything_is_refused() -> None:
     params = SamplingParams(logit_bias=dict.fromkeys(range(3), -math.inf))
     (outcome,) = sample(torch.zeros(1, 3), [SamplingState(params, [], 3)])

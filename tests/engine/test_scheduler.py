@@ -57,11 +57,11 @@ def test_every_token_is_computed_once_and_all_memory_comes_back(seed: int) -> No
             assert chunk.samples == (chunk.stop == len(chunk.sequence.token_ids))
             computed.setdefault(chunk.sequence, []).extend(range(chunk.start, chunk.stop))
         if plan.chunks:
-            cache.commit(cache.view([Span(c.sequence.room.cache_id, c.num_tokens) for c in plan.chunks]))
+            cache.commit(cache.view([Span(c.sequence.room.sequence_id, c.num_tokens) for c in plan.chunks]))
         for sequence in plan.sampling:
             if sequence.take(Drawn(7, None)):
                 scheduler.remove(sequence)
-                cache.release(sequence.room.cache_id)
+                cache.release(sequence.room.sequence_id)
         assert cache.used_bytes <= cache.config.memory_bytes
     assert started == arrivals  # first come, first served
     for sequence in arrivals:
@@ -91,7 +91,7 @@ def test_those_behind_one_that_does_not_fit_wait_with_it() -> None:
         scheduler.add(sequence)
     assert [chunk.sequence for chunk in scheduler.plan().chunks] == [first]
     scheduler.remove(first)
-    cache.release(first.room.cache_id)
+    cache.release(first.room.sequence_id)
     assert [chunk.sequence for chunk in scheduler.plan().chunks] == [large, small]
 
 
@@ -130,19 +130,66 @@ def test_a_machine_without_memory_refuses_and_goes_on(monkeypatch: pytest.Monkey
     assert [chunk.sequence for chunk in plan.chunks] == [small]
 
 
+@pytest.mark.parametrize("method", ["reserve", "rewind", "length"])
+def test_an_error_in_planning_is_that_of_its_sequence(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    cache = cache_of(100)
+    scheduler = Scheduler(cache, EngineConfig())
+    bad, good = sequence_of(cache, [1] * 5, 10), sequence_of(cache, [1] * 5, 10)
+    works = getattr(cache, method)
+
+    def fails(sequence_id: int, *arguments: int) -> object:
+        if sequence_id == bad.room.sequence_id:
+            raise ArithmeticError("a bug")
+        return works(sequence_id, *arguments)
+
+    monkeypatch.setattr(cache, method, fails)
+    scheduler.add(bad)
+    scheduler.add(good)
+    for _ in range(2):
+        plan = scheduler.plan()
+        assert [(refusal.sequence, str(refusal.error)) for refusal in plan.refusals] == [(bad, "a bug")]
+        assert [chunk.sequence for chunk in plan.chunks] == [good]
+
+
+def test_a_running_sequence_whose_plan_fails_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = cache_of(100)
+    scheduler = Scheduler(cache, EngineConfig())
+    bad, good = sequence_of(cache, [1] * 5, 10), sequence_of(cache, [1] * 5, 10)
+    scheduler.add(bad)
+    scheduler.add(good)
+    scheduler.plan()
+    cache.release(bad.room.sequence_id)
+    plan = scheduler.plan()
+    assert [refusal.sequence for refusal in plan.refusals] == [bad]
+    assert [chunk.sequence for chunk in plan.chunks] == [good]
+
+
+def test_the_spare_room_of_a_session_is_not_held_by_others() -> None:
+    cache = cache_of(100)
+    scheduler = Scheduler(cache, EngineConfig())
+    room, other = Room(cache.open(), kept=True), cache.open()
+    assert cache.reserve(room.sequence_id, 10)
+    assert cache.reserve(room.sequence_id, 11)  # grows to more than it was asked for
+    assert cache.capacity(room.sequence_id) == 74
+    assert cache.reserve(other, 20)
+    scheduler.add(sequence_of(cache, [1] * 50, 40, room))
+    (refusal,) = scheduler.plan().refusals
+    assert "open sessions hold 20 tokens (0.0 MiB) of the cache and leave 80" in str(refusal.error)
+
+
 def test_a_room_keeps_what_its_next_sequence_begins_with() -> None:
     cache = cache_of(100)
     scheduler = Scheduler(cache, EngineConfig())
     room = Room(cache.open(), kept=True)
     first = sequence_of(cache, [1, 2, 3, 4, 5], 10, room)
     scheduler.add(first)
-    cache.commit(cache.view([Span(room.cache_id, scheduler.plan().num_tokens)]))
+    cache.commit(cache.view([Span(room.sequence_id, scheduler.plan().num_tokens)]))
     scheduler.remove(first)
 
     second = sequence_of(cache, [1, 2, 3, 9, 9, 9], 10, room)
     scheduler.add(second)
     assert [(chunk.start, chunk.stop) for chunk in scheduler.plan().chunks] == [(3, 6)]
-    assert (second.cached_tokens, cache.length(room.cache_id), room.token_ids) == (3, 3, [1, 2, 3, 9, 9, 9])
+    assert (second.cached_tokens, cache.length(room.sequence_id), room.token_ids) == (3, 3, [1, 2, 3, 9, 9, 9])
     scheduler.remove(second)
 
     third = sequence_of(cache, [1, 2, 3], 10, room)  # all there: the last is computed for its logits
@@ -156,7 +203,7 @@ def test_a_step_that_was_cut_off_after_its_commit_is_taken_again() -> None:
     scheduler = Scheduler(cache, EngineConfig())
     sequence = sequence_of(cache, [1, 2, 3], 10)
     scheduler.add(sequence)
-    cache.commit(cache.view([Span(sequence.room.cache_id, scheduler.plan().num_tokens)]))
+    cache.commit(cache.view([Span(sequence.room.sequence_id, scheduler.plan().num_tokens)]))
     assert [(c.start, c.stop, c.samples) for c in scheduler.plan().chunks] == [(2, 3, True)]
 
 

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
 from kvist.config import CacheConfig, LayerConfig
-from kvist.errors import CacheFullError
 
 STORAGE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -41,13 +41,31 @@ class Span:
 
 
 class _Storage:
-    """One sequence's keys and values. `length` tokens are committed, `capacity` fit."""
+    """One sequence's keys and values. `length` tokens are committed, `capacity` fit into every layer."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: Sequence[LayerConfig], dtype: torch.dtype, device: torch.device) -> None:
         self.length = 0
         self.capacity = 0
-        self.keys: list[torch.Tensor] = []
-        self.values: list[torch.Tensor] = []
+        self.keys = [torch.empty(layer.num_kv_heads, 0, layer.head_dim, dtype=dtype, device=device) for layer in layers]
+        self.values = [keys.clone() for keys in self.keys]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
+
+    def grow(self, capacity: int) -> None:
+        """Make every layer's tensors hold `capacity` tokens, one after another.
+
+        Old and new are held together for one tensor only. Where memory runs out on the way, those before stay larger
+        than they need be until the next growth, and nothing is lost.
+        """
+        for tensors in (self.keys, self.values):
+            for layer, old in enumerate(tensors):
+                if old.shape[1] != capacity:
+                    grown = old.new_empty(old.shape[0], capacity, old.shape[2])
+                    grown[:, : self.length] = old[:, : self.length]
+                    tensors[layer] = grown
+        self.capacity = capacity
 
 
 class KVCache:
@@ -67,11 +85,12 @@ class KVCache:
         self.bytes_per_token = kv_bytes_per_token(self.layers, config.kv_format)
         self._sequences: dict[int, _Storage] = {}
         self._next_id = 0
+        self._used_bytes = 0  # kept, not summed up: any thread may ask while another opens and closes sequences
 
     @property
     def used_bytes(self) -> int:
-        """Bytes that the open sequences hold, spare room included."""
-        return sum(storage.capacity for storage in self._sequences.values()) * self.bytes_per_token
+        """Bytes that the open sequences hold, spare room included. Any thread may ask at any time."""
+        return self._used_bytes
 
     @property
     def max_tokens(self) -> int:
@@ -82,24 +101,35 @@ class KVCache:
         """Start an empty sequence and return its id. It holds nothing until room is reserved."""
         sequence_id = self._next_id
         self._next_id += 1
-        self._sequences[sequence_id] = _Storage()
+        self._sequences[sequence_id] = _Storage(self.layers, self.dtype, self.device)
         return sequence_id
 
     def length(self, sequence_id: int) -> int:
         """Tokens whose keys and values are committed."""
         return self._storage(sequence_id).length
 
+    def capacity(self, sequence_id: int) -> int:
+        """Tokens that there is room for, those committed included."""
+        return self._storage(sequence_id).capacity
+
     def reserve(self, sequence_id: int, num_tokens: int) -> bool:
-        """Make room for `num_tokens` in all; False, and nothing changed, when the budget does not allow it."""
+        """Make room for `num_tokens` in all; False, and nothing changed, when the budget does not allow it.
+
+        Raises:
+            RuntimeError, MemoryError: the machine has no memory left. The sequence keeps its tokens and its room.
+        """
         storage = self._storage(sequence_id)
         if num_tokens <= storage.capacity:
             return True
-        free_tokens = (self.config.memory_bytes - self.used_bytes) // self.bytes_per_token
-        largest = storage.capacity + free_tokens
+        held_bytes = storage.num_bytes
+        largest = (self.config.memory_bytes - self._used_bytes + held_bytes) // self.bytes_per_token
         if num_tokens > largest:
             return False
         grown = storage.capacity + max(_LEAST_GROWTH, storage.capacity // 2) if storage.capacity else 0
-        self._grow(storage, min(max(num_tokens, grown), largest))
+        try:
+            storage.grow(min(max(num_tokens, grown), largest))
+        finally:
+            self._used_bytes += storage.num_bytes - held_bytes
         return True
 
     def view(self, spans: Sequence[Span]) -> CacheView:
@@ -114,34 +144,23 @@ class KVCache:
             storage.length += span.num_tokens
 
     def rewind(self, sequence_id: int, length: int) -> None:
-        """Forget all tokens from position `length` on."""
+        """Forget all tokens from position `length` on. It must not exceed the sequence's length."""
         storage = self._storage(sequence_id)
         if not 0 <= length <= storage.length:
-            raise CacheFullError(f"cannot rewind to {length}: the sequence holds {storage.length} tokens")
+            raise ValueError(f"cannot rewind to {length}: the sequence holds {storage.length} tokens")
         storage.length = length
 
     def release(self, sequence_id: int) -> None:
         """Close a sequence and give its memory back."""
-        self._storage(sequence_id)
+        storage = self._storage(sequence_id)
         del self._sequences[sequence_id]
+        self._used_bytes -= storage.num_bytes
 
     def _storage(self, sequence_id: int) -> _Storage:
         try:
             return self._sequences[sequence_id]
         except KeyError:
             raise KeyError(f"sequence {sequence_id} is not open in this cache") from None
-
-    def _grow(self, storage: _Storage, capacity: int) -> None:
-        keys: list[torch.Tensor] = []
-        values: list[torch.Tensor] = []
-        for index, layer in enumerate(self.layers):
-            shape = (layer.num_kv_heads, capacity, layer.head_dim)
-            for grown, old in ((keys, storage.keys), (values, storage.values)):
-                tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
-                if storage.length:
-                    tensor[:, : storage.length] = old[index][:, : storage.length]
-                grown.append(tensor)
-        storage.keys, storage.values, storage.capacity = keys, values, capacity
 
 
 class CacheView:
@@ -158,7 +177,7 @@ class CacheView:
         self.spans = tuple(spans)
         self.storages = tuple(storages)
         self.first_positions = tuple(storage.length for storage in storages)
-        self.row_starts = tuple(sum(span.num_tokens for span in spans[:i]) for i in range(len(spans)))
+        self.row_starts = tuple(accumulate((span.num_tokens for span in spans), initial=0))[:-1]
         for span, storage in zip(spans, storages, strict=True):
             if storage.length + span.num_tokens > storage.capacity:
                 raise ValueError(f"sequence {span.sequence_id}: no room reserved for {span.num_tokens} more tokens")

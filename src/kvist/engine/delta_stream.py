@@ -8,7 +8,7 @@ from types import TracebackType
 
 from kvist.engine.engine import Engine
 from kvist.engine.sequence import Sequence
-from kvist.errors import PromptError
+from kvist.errors import StateError
 from kvist.results import TextDelta
 
 
@@ -21,10 +21,13 @@ class DeltaStream(Iterator[TextDelta]):
     Args:
         engine: what runs the sequence.
         sequence: the request, submitted already.
-        on_end: called once, when the sequence has ended or is given up, but not where it failed.
+        on_end: called once, when the text has ended or is given up, with the number of tokens that were handed out;
+            other threads may have brought the sequence further. Not called where reading failed.
     """
 
-    def __init__(self, engine: Engine, sequence: Sequence, on_end: Callable[[Sequence], None] | None = None) -> None:
+    def __init__(
+        self, engine: Engine, sequence: Sequence, on_end: Callable[[Sequence, int], None] | None = None
+    ) -> None:
         self._engine = engine
         self._sequence = sequence
         self._on_end = on_end
@@ -35,19 +38,19 @@ class DeltaStream(Iterator[TextDelta]):
 
     def __next__(self) -> TextDelta:
         if self._ended_because is not None:
-            raise PromptError(self._ended_because)
+            raise StateError(self._ended_because)
         if self._over:
             raise StopIteration
         if not self._busy.acquire(blocking=False):
-            raise PromptError("another thread is reading this stream: a stream has one reader")
+            raise StateError("another thread is reading this stream: a stream has one reader")
         try:
             delta = self._engine.next_delta(self._sequence, self._num_tokens)
             self._num_tokens += len(delta.token_ids)
             if delta.completion is not None:
                 self._end()
             return delta
-        except BaseException:
-            self._end()
+        except BaseException as error:
+            self._end(failed=isinstance(error, Exception))  # an interrupt is no failure
             raise
         finally:
             self._busy.release()
@@ -56,13 +59,13 @@ class DeltaStream(Iterator[TextDelta]):
         """Give the rest up.
 
         Args:
-            because: told to whoever reads on, as a `PromptError`; without it the stream is at its end for them.
+            because: told to whoever reads on, as a `StateError`; without it the stream is at its end for them.
 
         Raises:
-            PromptError: another thread is reading.
+            StateError: another thread is reading.
         """
         if not self._busy.acquire(blocking=False):
-            raise PromptError("another thread is reading this stream: it can be closed between two pieces")
+            raise StateError("another thread is reading this stream: it can be closed between two pieces")
         try:
             if not self._over:
                 self._ended_because = because
@@ -70,13 +73,13 @@ class DeltaStream(Iterator[TextDelta]):
         finally:
             self._busy.release()
 
-    def _end(self) -> None:
+    def _end(self, *, failed: bool = False) -> None:
         if self._over:
             return
         self._over = True
         try:
-            if self._on_end is not None and self._sequence.error is None:
-                self._on_end(self._sequence)
+            if self._on_end is not None and not failed:
+                self._on_end(self._sequence, self._num_tokens)
         finally:
             self._engine.cancel(self._sequence)
 

@@ -17,7 +17,7 @@ from kvist.engine.sampler import Drawn, SamplingState, sample
 from kvist.engine.scheduler import Scheduler
 from kvist.engine.sequence import Request, Room, Sequence
 from kvist.engine.text import Decode, GeneratedText
-from kvist.errors import KvistError, OptionError, PromptError
+from kvist.errors import ContextFullError, KvistError, OptionError, PromptError, StateError
 from kvist.models.step_inputs import StepInputs
 from kvist.results import Completion, TextDelta
 
@@ -85,7 +85,8 @@ class Engine:
         """Let requests wait for their start: all of them, or none where one cannot be run.
 
         Raises:
-            PromptError: a prompt is empty, too long for the context or holds unknown tokens.
+            PromptError: a prompt is empty, too long for the context (`ContextFullError`) or holds unknown tokens.
+            StateError: the engine is closed.
             OptionError: a parameter names a token that the model does not have.
             CacheFullError: a request would not fit into the empty cache.
         """
@@ -139,7 +140,7 @@ class Engine:
 
     def cancel(self, sequence: Sequence) -> None:
         """Give a sequence up and its memory back, unless it has ended. Never waits: safe in a finalizer."""
-        self._chores.append(partial(self._fail, sequence, PromptError("this text was given up by its caller")))
+        self._chores.append(partial(self._fail, sequence, StateError("this text was given up by its caller")))
         self._sweep()
 
     def open_room(self) -> Room:
@@ -160,7 +161,7 @@ class Engine:
         with self._exclusive():
             self._closed = True
             for sequence in self._scheduler.sequences:
-                self._fail(sequence, PromptError("the LLM was closed while this text was generated"))
+                self._fail(sequence, StateError("the LLM was closed while this text was generated"))
             for room in list(self._session_rooms):
                 self._release_room(room)
 
@@ -202,19 +203,20 @@ class Engine:
             room=request.room or Room(self.cache.open(), kept=False),
         )
 
-    def _take(self, sequence: Sequence, outcome: Drawn | KvistError) -> None:
-        if isinstance(outcome, KvistError):
+    def _take(self, sequence: Sequence, outcome: Drawn | Exception) -> None:
+        if isinstance(outcome, Exception):
             self._fail(sequence, outcome)
             return
         try:
             finish_reason = sequence.take(outcome)
+            if finish_reason is not None:
+                bytes_per_token = self.cache.bytes_per_token
+                kv_bytes = self.cache.length(sequence.room.sequence_id) * bytes_per_token
+                sequence.complete(finish_reason, kv_bytes=kv_bytes, kv_bytes_per_token=bytes_per_token)
         except Exception as error:
             self._fail(sequence, error)
             return
-        if finish_reason is not None:
-            bytes_per_token = self.cache.bytes_per_token
-            kv_bytes = self.cache.length(sequence.room.cache_id) * bytes_per_token
-            sequence.complete(finish_reason, kv_bytes=kv_bytes, kv_bytes_per_token=bytes_per_token)
+        if sequence.done:
             self._retire(sequence)
 
     def _fail(self, sequence: Sequence, error: Exception) -> None:
@@ -225,12 +227,12 @@ class Engine:
     def _retire(self, sequence: Sequence) -> None:
         self._scheduler.remove(sequence)
         if not sequence.room.kept:
-            self.cache.release(sequence.room.cache_id)
+            self.cache.release(sequence.room.sequence_id)
 
     def _release_room(self, room: Room) -> None:
         if room in self._session_rooms:
             self._session_rooms.remove(room)
-            self.cache.release(room.cache_id)
+            self.cache.release(room.sequence_id)
 
     # --- what can be run ----------------------------------------------------------------------------------------------
 
@@ -239,14 +241,14 @@ class Engine:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise PromptError("this LLM is closed: load the model again")
+            raise StateError("this LLM is closed: load the model again")
 
     def _check(self, request: Request) -> None:
         token_ids, params, vocab_size = request.token_ids, request.params, self.config.vocab_size
         if not token_ids:
             raise PromptError("the prompt is empty: give some text, or at least one token")
         if len(token_ids) >= self.config.max_context:
-            raise PromptError(
+            raise ContextFullError(
                 f"the prompt has {len(token_ids):,} tokens, and the model's context of {self.config.max_context:,} "
                 "must hold at least one more: shorten the prompt"
             )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from numbers import Integral
 from typing import Protocol, TypeAlias
 
+from kvist.checks import is_integer
 from kvist.errors import PromptError
 
 Prompt: TypeAlias = str | Sequence[int]
@@ -31,12 +31,12 @@ def is_token_ids(prompt: object) -> bool:
     """Whether a prompt is token ids, rather than text or a list of prompts."""
     return (
         isinstance(prompt, Sequence)
-        and not isinstance(prompt, str)
-        and all(isinstance(token_id, Integral) for token_id in prompt)
+        and not isinstance(prompt, (str, bytes, bytearray))
+        and all(map(is_integer, prompt))
     )
 
 
 def _described(prompt: object) -> str:
-    if isinstance(prompt, Sequence):
+    if isinstance(prompt, Sequence) and not isinstance(prompt, (str, bytes, bytearray)):
         return f"a {type(prompt).__name__} of {', '.join(sorted({type(item).__name__ for item in prompt}))}"
     return f"a {type(prompt).__name__}"

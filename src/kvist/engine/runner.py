@@ -17,7 +17,7 @@ def step_inputs(plan: StepPlan, cache: KVCache) -> StepInputs:
         token_ids += chunk.sequence.token_ids[chunk.start : chunk.stop]
         if chunk.samples:
             logit_rows.append(len(token_ids) - 1)
-    view = cache.view([Span(chunk.sequence.room.cache_id, chunk.num_tokens) for chunk in plan.chunks])
+    view = cache.view([Span(chunk.sequence.room.sequence_id, chunk.num_tokens) for chunk in plan.chunks])
     return StepInputs(
         token_ids=torch.tensor(token_ids, device=cache.device),
         positions=view.positions(),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from kvist.config import SamplingParams
-from kvist.errors import KvistError, NumericsError, OptionError
+from kvist.errors import NumericsError, OptionError
 from kvist.results import TokenLogprob
 
 # Beyond these a division would overflow; the distribution is the same single token, or uniform, before.
@@ -86,7 +86,7 @@ class SamplingState:
         return logits
 
 
-def sample(logits: torch.Tensor, states: Sequence[SamplingState]) -> list[Drawn | KvistError]:
+def sample(logits: torch.Tensor, states: Sequence[SamplingState]) -> list[Drawn | Exception]:
     """Draw a token from each row of logits `[S, V]`, by the row's state.
 
     A row that cannot be drawn from gives its error, the others their tokens. Rows do not touch each other: what one
@@ -95,9 +95,16 @@ def sample(logits: torch.Tensor, states: Sequence[SamplingState]) -> list[Drawn 
     top_logits, top_ids = logits.max(dim=-1)  # the first of equals; NaN and inf are larger than all
     sound = top_logits.isfinite().tolist()
     return [
-        _draw(row, state, top_id) if is_sound else _not_numbers()
+        _outcome(row, state, top_id) if is_sound else _not_numbers()
         for row, state, top_id, is_sound in zip(logits, states, top_ids.tolist(), sound, strict=True)
     ]
+
+
+def _outcome(row: torch.Tensor, state: SamplingState, top_id: int) -> Drawn | Exception:
+    try:
+        return _draw(row, state, top_id)
+    except Exception as error:
+        return error
 
 
 def candidates(row: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
@@ -126,7 +133,7 @@ def candidates(row: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor,
     return ids, row.exp()
 
 
-def _draw(row: torch.Tensor, state: SamplingState, top_id: int) -> Drawn | KvistError:
+def _draw(row: torch.Tensor, state: SamplingState, top_id: int) -> Drawn:
     if state.takes_top:
         return Drawn(top_id, None)
     params, adjusted = state.params, row
@@ -134,7 +141,7 @@ def _draw(row: torch.Tensor, state: SamplingState, top_id: int) -> Drawn | Kvist
         adjusted = state.adjust(row)
         top_logit, top_index = adjusted.max(dim=-1)
         if not top_logit.isfinite():
-            return OptionError("logit_bias and penalties leave no token to draw: choose less extreme values")
+            raise OptionError("logit_bias and penalties leave no token to draw: choose less extreme values")
         top_id = int(top_index)
     token_id = top_id if params.temperature == 0 else _pick(adjusted, params, state.random.random())
     return Drawn(token_id, None if params.logprobs is None else _logprob(row, token_id, params.logprobs))

@@ -33,8 +33,9 @@ class Scheduler:
         self._sequences.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence that has ended."""
-        self._sequences.remove(sequence)
+        """Forget a sequence that has ended, or whose caller was interrupted before it was added."""
+        if sequence in self._sequences:
+            self._sequences.remove(sequence)
 
     def check_ever_fits(self, room_tokens: int, prompt_tokens: int) -> None:
         """Raise `CacheFullError` where not even the empty cache has room for a sequence."""
@@ -54,7 +55,11 @@ class Scheduler:
         for sequence in self._sequences:
             if not sequence.started:
                 continue
-            chunk = self._pending(sequence)
+            try:
+                chunk = self._pending(sequence)
+            except Exception as error:  # its own, not that of the thread which happens to step
+                refusals.append(Refusal(sequence, error))
+                continue
             (single if chunk.num_tokens == 1 else longer).append(chunk)
         chunks: list[Chunk] = []
         budget = self._config.max_step_tokens
@@ -79,8 +84,8 @@ class Scheduler:
                 break
             try:
                 started = self._start(sequence)
-            except (MemoryError, RuntimeError) as error:  # what PyTorch raises where the machine has no memory left
-                refusals.append(Refusal(sequence, self._machine_full(sequence, error)))
+            except Exception as error:
+                refusals.append(Refusal(sequence, error))
                 continue
             if started:
                 running += 1
@@ -93,27 +98,29 @@ class Scheduler:
     def _start(self, sequence: Sequence) -> bool:
         """Reserve a sequence's room and keep what it holds already; False, and nothing changed, without memory."""
         room = sequence.room
-        if not self._cache.reserve(room.cache_id, sequence.room_tokens):
-            return False
-        held = room.token_ids[: self._cache.length(room.cache_id)]
+        try:
+            if not self._cache.reserve(room.sequence_id, sequence.room_tokens):
+                return False
+        except (MemoryError, RuntimeError) as error:  # what PyTorch raises where the machine has no memory left
+            raise self._machine_full(sequence) from error
+        held = room.token_ids[: self._cache.length(room.sequence_id)]
         # The last token is always computed: its logits are wanted.
         cached_tokens = min(common_prefix(held, sequence.token_ids), sequence.prompt_tokens - 1)
-        self._cache.rewind(room.cache_id, cached_tokens)
+        self._cache.rewind(room.sequence_id, cached_tokens)
         room.token_ids = sequence.token_ids
-        room.reserved_tokens = max(room.reserved_tokens, sequence.room_tokens)
         sequence.start(cached_tokens)
         return True
 
     def _pending(self, sequence: Sequence) -> Chunk:
-        cache_id, stop = sequence.room.cache_id, len(sequence.token_ids)
-        if self._cache.length(cache_id) == stop:
+        sequence_id, stop = sequence.room.sequence_id, len(sequence.token_ids)
+        if self._cache.length(sequence_id) == stop:
             # A step was interrupted between its commit and its new token: the last one is computed again.
-            self._cache.rewind(cache_id, stop - 1)
-        return Chunk(sequence, self._cache.length(cache_id), stop, True)
+            self._cache.rewind(sequence_id, stop - 1)
+        return Chunk(sequence, self._cache.length(sequence_id), stop, True)
 
     def _held_by_sessions(self, sequence: Sequence) -> CacheFullError:
         cache = self._cache
-        held_tokens = cache.used_bytes // cache.bytes_per_token - sequence.room.reserved_tokens
+        held_tokens = cache.used_bytes // cache.bytes_per_token - cache.capacity(sequence.room.sequence_id)
         left_tokens = cache.max_tokens - held_tokens
         return CacheFullError(
             f"the request needs room for {self._size(sequence.room_tokens)}, but open sessions hold "
@@ -121,13 +128,11 @@ class Scheduler:
             "prompt, lower max_tokens or raise kv_memory"
         )
 
-    def _machine_full(self, sequence: Sequence, cause: Exception) -> CacheFullError:
-        error = CacheFullError(
+    def _machine_full(self, sequence: Sequence) -> CacheFullError:
+        return CacheFullError(
             f"the machine has no memory left for {self._size(sequence.room_tokens)} of keys and values: lower "
             "max_tokens or kv_memory"
         )
-        error.__cause__ = cause
-        return error
 
     def _size(self, num_tokens: int) -> str:
         return f"{num_tokens:,} tokens ({num_tokens * self._cache.bytes_per_token / 2**20:.1f} MiB)"

@@ -15,15 +15,15 @@ from kvist.results import Completion, TextDelta, Timings, TokenLogprob
 class Room:
     """A place in the KV cache and the tokens it belongs to.
 
-    The cache's sequence `cache_id` holds keys and values of `token_ids` from the first one on, perhaps not yet of all.
+    The cache's sequence `sequence_id` holds keys and values of `token_ids` from the first one on, perhaps not yet of
+    all.
     `kept` rooms belong to a session and outlive the request; the others are released with it. Only the engine, under
     its lock, changes a room.
     """
 
-    cache_id: int
+    sequence_id: int
     kept: bool
     token_ids: list[int] = field(default_factory=list)
-    reserved_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -97,19 +97,18 @@ class Sequence:
         return self.token_ids[: self.prompt_tokens]
 
     @property
-    def text_ids(self) -> list[int]:
-        """The generated tokens without the one that ended the text."""
-        ids = self.generated_ids
-        return ids[:-1] if ids and ids[-1] in self._end_token_ids else ids
-
-    @property
     def num_generated(self) -> int:
         return len(self.token_ids) - self.prompt_tokens
 
-    @property
-    def text(self) -> str:
-        """The text generated so far, as far as it is final."""
-        return "".join(self._pieces)
+    def said(self, num_tokens: int) -> tuple[list[int], str]:
+        """The first `num_tokens` generated tokens, without one that ended the text, and the text they made final.
+
+        Needs no lock for tokens that were generated before the call: what is there stays as it is.
+        """
+        ids = self.token_ids[self.prompt_tokens : self.prompt_tokens + num_tokens]
+        if ids and ids[-1] in self._end_token_ids:
+            ids.pop()
+        return ids, "".join(self._pieces[:num_tokens])
 
     def start(self, cached_tokens: int) -> None:
         """Run from now on; the first `cached_tokens` need not be computed."""
@@ -137,7 +136,7 @@ class Sequence:
     def complete(self, finish_reason: str, *, kv_bytes: int, kv_bytes_per_token: int) -> None:
         """End with a completion."""
         self.completion = Completion(
-            text=self.text,
+            text="".join(self._pieces),
             token_ids=tuple(self.generated_ids),
             finish_reason=finish_reason,
             prompt_tokens=self.prompt_tokens,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvist.engine.sequence import Sequence
-from kvist.errors import CacheFullError
 
 
 @dataclass(frozen=True)
@@ -27,10 +26,10 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A sequence that does not fit into the cache, and the reason."""
+    """A sequence that cannot run, and the reason: mostly that it does not fit into the cache."""
 
     sequence: Sequence
-    error: CacheFullError
+    error: Exception
 
 
 @dataclass(frozen=True)
