@@ -27,6 +27,14 @@ def test_kvist_cache_comes_before_xdg_and_xdg_before_the_home(tmp_path: Path, mo
     assert not cache_folder().exists(), "asking must not make it"
 
 
+@pytest.mark.parametrize("variable", ["KVIST_CACHE", "XDG_CACHE_HOME"])
+def test_a_home_folder_that_is_not_known_is_an_error(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVIST_CACHE", raising=False)
+    monkeypatch.setenv(variable, "~no-such-user/x")
+    with pytest.raises(OptionError, match="~no-such-user/x is in no known home folder: set KVIST_CACHE"):
+        cache_folder()
+
+
 def test_a_folder_that_cannot_be_made_is_an_error_that_names_the_variable(own_cache: Path) -> None:
     own_cache.write_text("a file where the folder should be")
     with pytest.raises(OptionError, match=r"cannot be written .*set KVIST_CACHE to a folder that can"):

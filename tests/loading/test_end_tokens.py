@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from kvist.errors import ModelFileError
-from kvist.loading.end_tokens import end_token_ids, gguf_generation_config
+from kvist.loading.end_tokens import END_TOKENS, end_token_ids, gguf_generation_config
+from kvist.loading.gguf_tokenizer_vocabulary import TokenType, read_vocabulary
 
 
 def ends(tokens: list[str], **ids: int) -> object:
@@ -28,6 +29,21 @@ def test_the_end_of_a_document_counts_unless_it_is_the_unknown_token() -> None:
     tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     assert ends(tokens, eos=2, bos=0, padding=0) == [0, 2]
     assert ends(tokens, eos=2, bos=1, unknown=0) == [2]
+
+
+def test_an_end_token_that_is_listed_as_plain_is_mended_and_every_name_is_known_in_one_place() -> None:
+    metadata: dict[str, object] = {"tokenizer.ggml.tokens": ["a", *sorted(END_TOKENS)]}
+    types = read_vocabulary(metadata).types
+    assert types[0] is TokenType.NORMAL
+    assert set(types[1:]) == {TokenType.CONTROL}
+    # Those that end a text only where the file says so are not taken for ends by their name.
+    found = gguf_generation_config(metadata)["eos_token_id"]
+    assert isinstance(found, list)
+    assert END_TOKENS - {["a", *sorted(END_TOKENS)][i] for i in found} == {
+        "<eos>",
+        "</s>",
+        "<\uff5cend▁of▁sentence\uff5c>",
+    }
 
 
 def test_an_end_token_beyond_the_vocabulary_is_left_out() -> None:

@@ -11,7 +11,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from tiny_files import VOCABULARY, hf_state, hyperparameters, write_gguf, write_tiny_gguf
 
 from kvist.errors import ModelFileError
-from kvist.loading.gguf_blocks import READABLE_TYPES, decode
+from kvist.loading.gguf_blocks import READABLE_TYPES, dequantise
 from kvist.loading.gguf_checkpoint import GgufCheckpoint
 from kvist.loading.gguf_config import hf_config
 from kvist.loading.gguf_file import GgufFile
@@ -51,7 +51,7 @@ def test_every_type_gives_the_decoded_values(tensor_type: str, dtype: torch.dtyp
     gguf = GgufFile(path)
     found = checkpoint(path)
     for stored, name in (("token_embd", "model.embed_tokens"), ("blk.1.ffn_down", "model.layers.1.mlp.down_proj")):
-        expected = torch.from_numpy(decode(gguf.blocks(gguf.tensors[f"{stored}.weight"]), tensor_type)).to(dtype)
+        expected = torch.from_numpy(dequantise(gguf.blocks(gguf.tensors[f"{stored}.weight"]), tensor_type)).to(dtype)
         assert torch.equal(found.read(f"{name}.weight", dtype), expected)
         assert torch.equal(torch.cat(list(found.parts(f"{name}.weight", dtype))), expected.flatten())
     for name in ("model.layers.2.self_attn.q_proj.weight", "model.layers.0.self_attn.k_proj.weight"):
@@ -71,7 +71,7 @@ def test_the_rows_of_k_quants_are_put_in_order_too(tensor_type: str, tmp_path: P
     tensors = {"token_embd.weight": (embeddings, "F32"), "blk.0.attn_q.weight": (blocks, tensor_type)}
     write_gguf(path, "llama", metadata | {"llama.block_count": 1}, tensors)
     found = checkpoint(path)
-    values = torch.from_numpy(decode(blocks, tensor_type))
+    values = torch.from_numpy(dequantise(blocks, tensor_type))
     # Row 2i + h of a head in the file is row i of the half h.
     heads = values.view(4, 16, 2, 256).transpose(1, 2).reshape(128, 256)
     name = "model.layers.0.self_attn.q_proj.weight"
@@ -79,7 +79,7 @@ def test_the_rows_of_k_quants_are_put_in_order_too(tensor_type: str, tmp_path: P
     codes = found.codes(name)
     assert codes is not None
     assert (codes.ggml_type, codes.shape) == (tensor_type, (128, 256))
-    assert torch.equal(torch.from_numpy(decode(codes.blocks.numpy(), tensor_type)), heads)
+    assert torch.equal(torch.from_numpy(dequantise(codes.blocks.numpy(), tensor_type)), heads)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
@@ -93,7 +93,7 @@ def test_codes_decode_to_what_read_gives(architecture: str, tmp_path: Path) -> N
         assert codes is not None
         assert codes.ggml_type == "Q4_1"
         assert codes.shape == found.shape(name)
-        decoded = torch.from_numpy(decode(codes.blocks.numpy(), codes.ggml_type))
+        decoded = torch.from_numpy(dequantise(codes.blocks.numpy(), codes.ggml_type))
         assert torch.equal(decoded, found.read(name, torch.float32))
 
 
@@ -122,6 +122,12 @@ def test_rows_that_hold_no_whole_heads_are_refused(tmp_path: Path) -> None:
     config = decoder_config(hf_config(gguf) | {"num_attention_heads": 6, "num_key_value_heads": 3})
     with pytest.raises(ModelFileError, match=r"k_proj.weight of shape \(64, 64\) does not hold 3 heads"):
         GgufCheckpoint(gguf, config).read("model.layers.0.self_attn.k_proj.weight", torch.float32)
+
+
+def test_one_tensor_under_two_names_is_refused(tmp_path: Path) -> None:
+    extra = {"model.norm.weight": np.ones(64, np.float32)}
+    with pytest.raises(ModelFileError, match=r"'output_norm.weight' and 'model.norm.weight': .* fetch it again"):
+        checkpoint(write_tiny_gguf(tmp_path / "model.gguf", extra_tensors=extra))
 
 
 def test_a_tensor_without_counterpart_keeps_its_name_and_is_reported(tmp_path: Path) -> None:

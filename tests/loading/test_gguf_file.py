@@ -204,6 +204,18 @@ def test_a_lying_tensor_entry_is_refused(entry: bytes, reason: str, tmp_path: Pa
         assert "F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K" in message
 
 
+def test_tensors_that_share_bytes_are_refused(tmp_path: Path) -> None:
+    """Else a small file could name its bytes again and again, and be prepared into more than the disk holds."""
+    path = tmp_path / "model.gguf"
+    same = tensor_info("a", (32,)) + tensor_info("b", (32,))
+    assert "the tensors 'a' and 'b' overlap; fetch it again" in refusal(path, header(2, 0) + same + bytes(512))
+    half = tensor_info("b", (32,), offset=64) + tensor_info("a", (32,))
+    assert "the tensors 'a' and 'b' overlap" in refusal(path, header(2, 0) + half + bytes(512))
+    apart = tensor_info("b", (32,), offset=128) + tensor_info("a", (32,))
+    path.write_bytes(header(2, 0) + apart + bytes(512))
+    assert GgufFile(path).tensors.keys() == {"a", "b"}
+
+
 @pytest.mark.parametrize(("num_tensors", "num_keys"), [(2**63, 0), (0, 2**63), (2**64 - 1, 2**64 - 1)])
 def test_counts_beyond_the_file_are_refused_at_once(num_tensors: int, num_keys: int, tmp_path: Path) -> None:
     assert "damaged" in refusal(tmp_path / "model.gguf", header(num_tensors, num_keys) + bytes(16))

@@ -10,12 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import httpx2
 import huggingface_hub
 import pytest
 from huggingface_hub import errors
 from tiny_files import write_tiny_directory, write_tiny_gguf
 
 from kvist.errors import DownloadError, KvistError, ModelNotFoundError
+from kvist.loading import hub
 from kvist.loading.hub import fetch_file, fetch_repository
 from kvist.loading.progress import no_progress
 
@@ -108,6 +110,43 @@ def test_the_hubs_errors_become_one_line(
         fetch_repository("org/name", "r", no_progress)
     assert reason in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("failure", "reason"),
+    [
+        (OSError(), "OSError"),
+        (OSError("\n\n"), "OSError"),
+        (ConnectionResetError(104, "Connection reset by peer"), "[Errno 104] Connection reset by peer"),
+        (httpx2.ReadError("peer closed\nthe connection"), "peer closed the connection"),
+        (httpx2.ConnectTimeout(""), "ConnectTimeout"),
+        (httpx2.InvalidURL("no host"), "no host"),
+        (errors.FileMetadataError("no ETag"), "no ETag"),
+    ],
+)
+def test_a_network_that_fails_is_one_line_that_is_never_empty(
+    failure: Exception, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> str:
+        raise failure
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(DownloadError) as caught:
+        fetch_repository("org/name", None, no_progress)
+    assert f"org/name could not be fetched: {reason}; check the network" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_mistake_of_ours_is_no_network_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: {}["mistake"])
+    with pytest.raises(KeyError):
+        fetch_repository("org/name", None, no_progress)
+
+
+def test_every_file_that_is_fetched_is_one_that_loading_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = "".join(path.read_text() for path in Path(hub.__file__).parent.glob("*.py") if path.name != "hub.py")
+    named = [name for name in hub._FILES if "*" not in name]
+    assert [name for name in named if f'"{name}"' not in sources] == []
 
 
 def test_no_pickle_is_ever_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

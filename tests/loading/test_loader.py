@@ -27,6 +27,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvist.errors import KvistError, ModelFileError, OptionError, UnsupportedModelError
 from kvist.loading import load
+from kvist.loading.gguf_blocks import dequantise
+from kvist.loading.gguf_checkpoint import GgufCheckpoint
+from kvist.loading.gguf_file import GgufFile
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -69,6 +72,19 @@ def test_a_gguf_file_loads_like_the_directory_it_is_prepared_into(
     assert model.tokenizer.encode("abé") == [TOKENS.index("ab"), *model.tokenizer.encode("é")]
     assert (model.name, model.weights_format) == ("tiny", weights_format)
     assert model.weights_bytes == sum(value.numel() * dtype.itemsize for value in state.values())
+
+
+def test_a_gguf_models_quantised_blocks_stay_within_reach(tmp_path: Path) -> None:
+    model = load(write_tiny_gguf(tmp_path / "tiny.gguf", "qwen3", tensor_type="Q4_1"), "fp32")
+    assert model.source == tmp_path / "tiny.gguf"
+    stored = GgufCheckpoint(GgufFile(model.source), model.config)
+    name = "layers.1.mlp.down_proj.weight"
+    codes = stored.codes(f"model.{name}")
+    assert codes is not None
+    values = torch.from_numpy(dequantise(codes.blocks.numpy(), codes.ggml_type))
+    assert torch.equal(values, parameters(model.decoder)[name])
+    directory = write_tiny_directory(tmp_path / "model")
+    assert load(directory).source == directory
 
 
 def test_the_decoder_is_ready_to_run_and_wants_no_gradients(tmp_path: Path) -> None:
@@ -145,6 +161,11 @@ def test_missing_left_over_and_misshapen_tensors_are_named(tmp_path: Path) -> No
     assert "embed_tokens.weight (300, 64) for (301, 64)" in refusal(vocabulary)
 
 
+def test_one_tensor_under_two_names_is_refused(tmp_path: Path) -> None:
+    twice = changed(tmp_path, lambda state: state.update({"norm.weight": torch.ones(64)}))
+    assert "one tensor under two names, model.norm.weight, norm.weight; fetch it again" in refusal(twice)
+
+
 def larger_tokenizer(directory: Path, *, special: bool) -> None:
     path = directory / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
@@ -160,7 +181,17 @@ def larger_tokenizer(directory: Path, *, special: bool) -> None:
 def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
     directory = write_tiny_directory(tmp_path)
     larger_tokenizer(directory, special=False)
-    assert "the vocabulary does not match: the tokenizer has 301 tokens, the model 300" in refusal(directory)
+    assert "the vocabulary does not match: the tokenizer has 301 tokens, the model 300; fetch it" in refusal(directory)
+
+
+def test_a_tokenizer_that_fails_while_it_is_checked_is_refused_with_its_path(tmp_path: Path) -> None:
+    directory = write_tiny_directory(tmp_path)
+    larger_tokenizer(directory, special=False)
+    tokenizer = json.loads((directory / "tokenizer.json").read_text())
+    tokenizer["added_tokens"][-1]["content"] = "漢"
+    tokenizer["decoder"] = {"type": "Strip", "content": "漢", "start": 5, "stop": 5}
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert refusal(directory).startswith(f"{directory / 'tokenizer.json'}: the model's tokenizer fails on these tokens")
 
 
 def test_a_special_token_beyond_the_embedding_is_no_mismatch(tmp_path: Path) -> None:
@@ -191,7 +222,18 @@ def test_a_damaged_configuration_is_refused(text: str, tmp_path: Path) -> None:
 def test_a_configuration_that_is_not_run_is_refused_by_name(
     config: dict[str, Any], error: type[KvistError], reason: str, tmp_path: Path
 ) -> None:
-    assert reason in refusal(write_tiny_directory(tmp_path, config=hf_config() | config), error)
+    message = refusal(write_tiny_directory(tmp_path, config=hf_config() | config), error)
+    assert reason in message
+    assert message.startswith(str(tmp_path))
+
+
+def test_what_is_wrong_with_a_gguf_file_begins_with_its_path(tmp_path: Path) -> None:
+    """Also where it only shows in the configuration that is made of it, or in its tokenizer."""
+    for index, metadata in enumerate(({"llama.attention.head_count_kv": 3}, {"tokenizer.ggml.merges": ["zz"]})):
+        path = write_tiny_gguf(tmp_path / f"{index}.gguf", metadata=metadata)
+        message = refusal(path)
+        assert message.startswith(f"{path}: ")
+        assert "config.json" not in message
 
 
 def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:

@@ -88,6 +88,32 @@ def test_copies_are_listed_with_what_they_were_made_from(gguf: Path) -> None:
     assert listed.num_bytes == sum(file.stat().st_size for file in path.iterdir())
 
 
+def test_listing_the_copies_writes_nothing(gguf: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert prepared_copies() == []
+    assert not own_cache.exists()
+    copy = prepared_copy(gguf, "bf16", no_progress)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    monkeypatch.setattr(Path, "touch", refuse)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert [listed.path for listed in prepared_copies()] == [copy]
+
+
+def test_a_file_of_another_kind_is_refused_before_it_is_read_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "large.gguf"
+    with path.open("wb") as file:
+        file.write(b"PK\x03\x04")
+        file.truncate(100 << 30)
+    monkeypatch.setattr(prepared, "_file_hash", None)
+    with pytest.raises(ModelFileError, match="is not a GGUF file: it is a ZIP archive"):
+        prepared_copy(path, "bf16", no_progress)
+
+
 def test_progress_counts_the_bytes_of_the_weights(gguf: Path) -> None:
     seen: list[tuple[str, int, int | None]] = []
     copy = prepared_copy(gguf, "bf16", lambda *report: seen.append(report))

@@ -43,6 +43,13 @@ def test_a_directory_and_a_file_are_taken_as_they_are(elsewhere: Path) -> None:
     assert resolve(str(file), no_progress).is_gguf
 
 
+def test_a_path_object_is_taken_as_a_string_is(elsewhere: Path) -> None:
+    file = write_tiny_gguf(elsewhere / "tiny.gguf")
+    assert resolve(file, no_progress) == resolve(str(file), no_progress)
+    with pytest.raises(ModelNotFoundError, match=r"there is no file or directory absent.gguf"):
+        resolve(Path("absent.gguf"), no_progress)
+
+
 def test_the_home_directory_is_understood(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(elsewhere))
     file = write_tiny_gguf(elsewhere / "tiny.gguf")
@@ -107,10 +114,12 @@ def test_a_file_of_another_kind_is_refused_with_the_way_out(name: str, reason: s
 
 def test_a_directory_without_a_model_says_what_it_lacks(elsewhere: Path) -> None:
     (elsewhere / "empty").mkdir()
-    with pytest.raises(ModelFileError, match=r"empty has no config.json; is it in Hugging Face format\?"):
+    with pytest.raises(
+        ModelFileError, match=r"empty has no config.json: give a directory in Hugging Face format or a .gguf file"
+    ):
         resolve("empty", no_progress)
     write_tiny_gguf(elsewhere / "empty" / "tiny.gguf")
-    with pytest.raises(ModelFileError, match=r"has no config.json; it holds tiny.gguf: give that file"):
+    with pytest.raises(ModelFileError, match=r"has no config.json: it holds tiny.gguf: give that file"):
         resolve("empty", no_progress)
 
 
@@ -124,3 +133,9 @@ def test_progress_reaches_whoever_fetches(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(resolve_module, "pull", lambda name, progress: given.append(progress) or Path(name))
     resolve("gemma3-270m", no_progress)
     assert given == [no_progress]
+
+
+@pytest.mark.parametrize("name", ["org/tiny/../../x.gguf", "org/tiny/./x.gguf", "~nosuchuser/x.gguf", "~nosuchuser/x"])
+def test_what_no_hub_file_is_called_is_looked_for_here_alone(name: str) -> None:
+    with pytest.raises(ModelNotFoundError, match="there is no file or directory"):
+        resolve(name, no_progress)

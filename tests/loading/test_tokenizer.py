@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -92,6 +93,89 @@ def test_text_that_is_no_unicode_is_refused(tmp_path: Path) -> None:
         Tokenizer.from_directory(write_model(tmp_path)).encode("a\ud800")
 
 
+# A model of three tokens, and files around it that the library takes until they make it fail.
+BPE = {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": ["a b"]}
+UNKNOWN_FRAME = {
+    "type": "TemplateProcessing",
+    "single": [{"SpecialToken": {"id": "<x>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+    "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+    "special_tokens": {},
+}
+SLOW_SPLIT = {"type": "Split", "pattern": {"Regex": "(a+)+$b"}, "behavior": "Isolated", "invert": False}
+
+
+def hostile(directory: Path, **parts: Any) -> Path:
+    absent = dict.fromkeys(("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder"))
+    tokenizer = {"version": "1.0", "added_tokens": [], **absent, "model": BPE, **parts}
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    return directory
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+        {"model": BPE | {"continuing_subword_prefix": "####"}},
+        {"model": BPE | {"merges": ["a b", "zz"]}},
+    ],
+)
+def test_a_file_that_panics_when_it_is_read_is_refused(parts: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ModelFileError, match=r"tokenizer.json is no tokenizer .* fetch it again") as raised:
+        Tokenizer.from_directory(hostile(tmp_path, **parts))
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"post_processor": UNKNOWN_FRAME},
+        {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
+        {"pre_tokenizer": SLOW_SPLIT},
+        {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"}},
+        {"model": {"type": "Unigram", "vocab": [["a", 0.0]], "unk_id": None}},
+    ],
+)
+def test_a_tokenizer_that_fails_on_a_text_says_so(parts: dict[str, Any], tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_directory(hostile(tmp_path, **parts))
+    with pytest.raises(ModelFileError, match=r"fails on this text .* fetch it again") as raised:
+        tokenizer.encode("a" * 30 + " c xyz")
+    assert "\n" not in str(raised.value)
+
+
+def test_a_tokenizer_that_fails_on_tokens_says_so(tmp_path: Path) -> None:
+    decoder = {"type": "Strip", "content": "a", "start": 5, "stop": 5}
+    tokenizer = Tokenizer.from_directory(hostile(tmp_path, decoder=decoder))
+    with pytest.raises(ModelFileError, match="fails on these tokens"):
+        tokenizer.decode([0, 0, 1])
+
+
+def test_a_panic_while_counting_the_vocabulary_is_told_and_an_interrupt_is_not_swallowed(tmp_path: Path) -> None:
+    class PanicException(BaseException):
+        pass
+
+    PanicException.__module__ = "pyo3_runtime"
+    tokenizer = Tokenizer.from_directory(hostile(tmp_path))
+
+    class Backend:
+        raised: type[BaseException] = PanicException
+
+        def get_vocab(self, **_: object) -> None:
+            raise self.raised
+
+    backend = Backend()
+    tokenizer._backend = backend  # type: ignore[assignment]
+    with pytest.raises(ModelFileError, match="cannot list its vocabulary"):
+        tokenizer.vocab_size  # noqa: B018
+    backend.raised = KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        tokenizer.vocab_size  # noqa: B018
+
+
+def test_a_special_token_that_is_no_unicode_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelFileError, match=r"cannot look up its bos_token .* fetch it again"):
+        Tokenizer.from_directory(write_model(tmp_path, bos_token="a\ud800"))
+
+
 def test_a_missing_tokenizer_says_how_to_write_one(tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match=r"tokenizer.json is missing .*\.save_pretrained"):
         Tokenizer.from_directory(tmp_path)
@@ -107,6 +191,8 @@ def test_a_missing_tokenizer_says_how_to_write_one(tmp_path: Path) -> None:
         ("tokenizer_config.json", b'{"chat_template": 3}'),
         ("special_tokens_map.json", b"{"),
         ("chat_template.jinja", b"\xff\xfe"),
+        ("chat_template.json", b"{"),
+        ("chat_template.json", b'{"chat_template": 3}'),
     ],
 )
 def test_damaged_files_are_refused_in_one_line_that_names_them(name: str, content: bytes, tmp_path: Path) -> None:
@@ -124,6 +210,9 @@ def test_the_chat_template_is_the_file_of_its_own_before_the_configuration(tmp_p
     tokenizer = Tokenizer.from_directory(directory)
     assert tokenizer.has_chat_template
     assert tokenizer.render_chat(messages) == "<s>user: hi\n"
+    # Older multimodal models keep theirs in a JSON file.
+    (directory / "chat_template.json").write_text('{"chat_template": "older"}', encoding="utf-8")
+    assert Tokenizer.from_directory(directory).render_chat(messages) == "older"
     (directory / "chat_template.jinja").write_text("own", encoding="utf-8")
     assert Tokenizer.from_directory(directory).render_chat(messages) == "own"
 

@@ -238,3 +238,12 @@ def test_broken_metadata_is_refused_in_one_line_and_nothing_is_written(case: str
     assert message in str(raised.value)
     assert "\n" not in str(raised.value)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "changes", [{"merges": ["x" * 9999]}, {"merges": [f"{'x' * 9999} b"]}, {"tokens": ["a", "x" * 9999, "x" * 9999]}]
+)
+def test_values_of_the_file_are_shown_short(changes: dict[str, object], tmp_path: Path) -> None:
+    with pytest.raises(ModelFileError, match=r"'xxx.*\.\.\..*the file is damaged, fetch it again") as raised:
+        convert(byte_level(**changes), tmp_path)
+    assert len(str(raised.value)) < 300

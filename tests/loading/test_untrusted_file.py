@@ -19,8 +19,8 @@ def test_json_comes_back_as_it_was_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (b"", "is not valid JSON; it is empty"),
-        (b"{'a': 1}", "is not valid JSON; it is a JSON file"),
+        (b"", r"is not valid JSON \(it is empty\): fetch it again"),
+        (b"{'a': 1}", r"is not valid JSON \(it is a JSON file\): fetch it again"),
         (b"<!doctype html>", "it is a web page"),
         (b'{"a": "\xff"}', "is not valid JSON"),
         (b"[" * 200_000, "is not valid JSON"),

@@ -63,6 +63,19 @@ def test_windows_of_each_family() -> None:
     assert decoder_config({**gemma, "sliding_window_pattern": 2}).windows == (9, None, 9, None, 9, None, 9)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "max_context"), [("llama", 2048), ("mistral", 131_072), ("qwen2", 32_768), ("qwen3", 32_768)]
+)
+def test_the_llama_like_families_read_the_same_fields_the_same_way(model_type: str, max_context: int) -> None:
+    default = llama(model_type=model_type)
+    assert (default.model_type, default.max_context, default.rms_norm_eps) == (model_type, max_context, 1e-6)
+    assert (default.tie_embeddings, default.rope) == (False, RopeConfig(10_000.0))
+    given = llama(model_type=model_type, rms_norm_eps=1e-5, tie_word_embeddings=True, rope_theta=5e5)
+    assert (given.rms_norm_eps, given.tie_embeddings, given.rope) == (1e-5, True, RopeConfig(5e5))
+    with pytest.raises(UnsupportedModelError, match="hidden_act is 'relu'"):
+        llama(model_type=model_type, hidden_act="relu")
+
+
 def test_the_text_part_of_a_multimodal_gemma() -> None:
     """As published: a text_config with little more than sizes, the rest left to defaults."""
     text = {
@@ -97,6 +110,9 @@ def test_the_text_part_of_a_multimodal_gemma() -> None:
         ({"head_dim": 15}, "head_dim is 15"),
         ({"hidden_act": "relu"}, "hidden_act is 'relu'"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps is 1000"),
+        ({"rope_theta": 10**400}, "rope_theta is 1000"),
+        ({"rope_scaling": {"type": "linear", "factor": 10**400}}, "factor is 1000"),
         ({"rope_scaling": "linear"}, "rope_scaling is 'linear'"),
         ({"rope_scaling": {"type": "linear"}}, "no factor"),
         ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor is 0"),

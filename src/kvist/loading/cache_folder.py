@@ -23,12 +23,23 @@ _PARTIAL = ".partial"
 
 
 def cache_folder() -> Path:
-    """`KVIST_CACHE`, else `kvist` in `XDG_CACHE_HOME`, else `~/.cache/kvist`. It need not exist."""
+    """`KVIST_CACHE`, else `kvist` in `XDG_CACHE_HOME`, else `~/.cache/kvist`. It need not exist.
+
+    Raises:
+        OptionError: it lies in the home folder, and there is none.
+    """
     if chosen := os.environ.get("KVIST_CACHE"):
-        return Path(chosen).expanduser().absolute()
+        return _expanded(chosen).absolute()
+    base = _expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
     # The standard asks to ignore a relative path.
-    base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    return (base if base.is_absolute() else Path("~/.cache").expanduser()) / "kvist"
+    return (base if base.is_absolute() else _expanded("~/.cache")) / "kvist"
+
+
+def _expanded(path: str) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise OptionError(f"the cache folder {path} is in no known home folder: set KVIST_CACHE to a folder") from error
 
 
 def make_folder(name: str) -> Path:

@@ -7,14 +7,17 @@ from typing import Protocol
 
 import torch
 
+# Plain numbers, as GGUF and safetensors files name them alike.
+PLAIN_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
 
 @dataclass(frozen=True)
 class StoredCodes:
-    """A tensor as a GGUF file stores it: quantised blocks, not yet decoded.
+    """A tensor as a GGUF file stores it: quantised blocks, not yet de-quantised.
 
     Attributes:
         ggml_type: name of the block format, e.g. `Q4_1`.
-        shape: `(rows, columns)` of the decoded tensor.
+        shape: `(rows, columns)` of the de-quantised tensor.
         blocks: `[rows, bytes per row]` uint8, mapped from the file, rows in Hugging Face order.
     """
 

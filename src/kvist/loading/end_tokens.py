@@ -12,6 +12,9 @@ from kvist.loading.untrusted_file import read_json
 _END_OF_TURN = frozenset(("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<end_of_turn>", "<|end|>"))
 _END_OF_DOCUMENT = "<|endoftext|>"
 
+# All names that mean an end, those included that end a text only where the file says so.
+END_TOKENS = _END_OF_TURN | {_END_OF_DOCUMENT, "<eos>", "</s>", "<\uff5cend\u2581of\u2581sentence\uff5c>"}
+
 
 def gguf_generation_config(metadata: Mapping[str, object]) -> dict[str, object]:
     """The `generation_config.json` for a GGUF file: its begin token and all tokens that end a text.

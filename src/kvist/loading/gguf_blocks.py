@@ -44,7 +44,7 @@ def block_type(type_id: int) -> BlockType:
     return BlockType(known.name, values, size)
 
 
-def decode(blocks: npt.NDArray[np.uint8], name: str) -> npt.NDArray[np.float32]:
+def dequantise(blocks: npt.NDArray[np.uint8], name: str) -> npt.NDArray[np.float32]:
     """The values of `[rows, bytes per row]` blocks of type `name`, as `[rows, columns]` float32."""
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize

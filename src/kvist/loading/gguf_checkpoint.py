@@ -10,10 +10,11 @@ import numpy.typing as npt
 import torch
 
 from kvist.config import ModelConfig
-from kvist.errors import ModelFileError
-from kvist.loading.checkpoint import StoredCodes
-from kvist.loading.gguf_blocks import decode
+from kvist.errors import ModelFileError, shown
+from kvist.loading.checkpoint import PLAIN_DTYPES, StoredCodes
+from kvist.loading.gguf_blocks import dequantise
 from kvist.loading.gguf_file import GgufFile, GgufTensor
+from kvist.loading.untrusted_file import DAMAGED
 
 _OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER = {
@@ -38,14 +39,12 @@ _GEMMA3_LAYER = _LAYER | {
 # Not weights: the configuration holds what they say.
 _ROPE_TENSORS = ("rope_freqs.weight",)
 
-# Values decoded at once: large enough for numpy, small enough that the float32 in between stays a few MB.
+# Values de-quantised at once: large enough for numpy, small enough that the float32 in between stays a few MB.
 _VALUES_AT_ONCE = 1 << 18
 
 # Too few for PyTorch to share among threads, whose waking costs more than the conversion while the cores are busy
 # (measured: 10 ms instead of 0.2 ms).
 _VALUES_PER_COPY = 1 << 14
-
-_PLAIN_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class GgufCheckpoint:
@@ -63,9 +62,14 @@ class GgufCheckpoint:
         self._gguf = gguf
         self._architecture = gguf.metadata["general.architecture"]
         self._num_heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
-        self._tensors = {
-            self._hf_name(name): tensor for name, tensor in gguf.tensors.items() if name not in _ROPE_TENSORS
-        }
+        self._tensors: dict[str, GgufTensor] = {}
+        for name, tensor in gguf.tensors.items():
+            if name in _ROPE_TENSORS:
+                continue
+            if (other := self._tensors.setdefault(self._hf_name(name), tensor)) is not tensor:
+                raise ModelFileError(
+                    f"{gguf.path} holds one tensor under two names, {shown(other.name)} and {shown(name)}: {DAMAGED}"
+                )
 
     def names(self) -> list[str]:
         """All tensor names; one without a Hugging Face counterpart keeps its own."""
@@ -77,11 +81,7 @@ class GgufCheckpoint:
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """The tensor in `dtype`, mapped where it is stored so."""
         tensor = self._tensors[name]
-        if (
-            _PLAIN_DTYPES.get(tensor.type.name) == dtype
-            and not self._num_permuted_heads(name)
-            and not self._shift(name)
-        ):
+        if PLAIN_DTYPES.get(tensor.type.name) == dtype and not self._num_permuted_heads(name) and not self._shift(name):
             return torch.from_numpy(self._gguf.blocks(tensor)).view(dtype).reshape(tensor.shape)
         out = torch.empty(tensor.shape, dtype=dtype)
         flat, first = out.view(-1), 0
@@ -91,7 +91,7 @@ class GgufCheckpoint:
         return out
 
     def parts(self, name: str, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-        """The tensor's values in `dtype`, flat and in order, some at a time: never are all of them decoded at once."""
+        """The tensor's values in `dtype`, flat and in order, some at a time: never all de-quantised at once."""
         tensor = self._tensors[name]
         blocks, order = self._rows(name, tensor)
         columns = math.prod(tensor.shape) // len(blocks)
@@ -99,7 +99,7 @@ class GgufCheckpoint:
         shift = self._shift(name)
         for first in range(0, len(blocks), step):
             rows = blocks[first : first + step] if order is None else blocks[order[first : first + step]]
-            values = torch.from_numpy(decode(rows, tensor.type.name)).view(-1)
+            values = torch.from_numpy(dequantise(rows, tensor.type.name)).view(-1)
             yield _converted(values + shift if shift else values, dtype)
 
     def codes(self, name: str) -> StoredCodes | None:
@@ -119,7 +119,9 @@ class GgufCheckpoint:
         if len(tensor.shape) == 1 and not tensor.type.quantised:
             blocks = blocks.reshape(tensor.shape[0], tensor.type.block_bytes)  # of a bias each value is a row
         if len(blocks) % (2 * num_heads):
-            raise ModelFileError(f"{self._gguf.path}: {name} of shape {tensor.shape} does not hold {num_heads} heads")
+            raise ModelFileError(
+                f"{self._gguf.path}: {name} of shape {tensor.shape} does not hold {num_heads} heads: {DAMAGED}"
+            )
         return blocks, np.arange(len(blocks)).reshape(num_heads, -1, 2).swapaxes(1, 2).ravel()
 
     def _num_permuted_heads(self, name: str) -> int:

@@ -8,8 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvist.errors import ModelFileError, UnsupportedModelError, did_you_mean, shown
-from kvist.loading.gguf_blocks import decode
+from kvist.loading.gguf_blocks import dequantise
 from kvist.loading.gguf_file import GgufFile
+from kvist.loading.untrusted_file import FETCH_AGAIN
 
 # `general.architecture` and the `model_type` and class that run it. Mistral models come as `llama`.
 _ARCHITECTURES = {
@@ -58,7 +59,9 @@ class _Keys:
         return value
 
     def wrong(self, key: str, value: object, expected: str) -> ModelFileError:
-        return ModelFileError(f"{self.path}: {self.architecture}.{key} is {shown(value)}: it must be {expected}")
+        return ModelFileError(
+            f"{self.path}: {self.architecture}.{key} is {shown(value)}: it must be {expected}; {FETCH_AGAIN}"
+        )
 
     def _uniform(self, key: str, default: object) -> object:
         """The value; of an array with one number per layer the number that all share."""
@@ -70,7 +73,7 @@ class _Keys:
         if value is None:
             value = default
         if value is None:
-            raise ModelFileError(f"{self.path} has no {self.architecture}.{key}")
+            raise ModelFileError(f"{self.path} has no {self.architecture}.{key}: {FETCH_AGAIN}")
         return value
 
 
@@ -111,11 +114,14 @@ def _shape(gguf: GgufFile, keys: _Keys) -> dict[str, object]:
     tokens = gguf.metadata.get("tokenizer.ggml.tokens")
     if isinstance(tokens, list) and len(tokens) > vocab_size:
         raise ModelFileError(
-            f"{gguf.path}: the vocabulary does not match: {len(tokens)} tokens, but {vocab_size} rows of token_embd"
+            f"{gguf.path}: the vocabulary does not match: {len(tokens)} tokens, but {vocab_size} rows of token_embd; "
+            f"{FETCH_AGAIN}"
         )
     num_layers = keys.integer("block_count")
     if num_layers > len(gguf.tensors):
-        raise ModelFileError(f"{gguf.path} is damaged: {num_layers} layers, but {len(gguf.tensors)} tensors")
+        raise ModelFileError(
+            f"{gguf.path} is damaged: {num_layers} layers, but {len(gguf.tensors)} tensors; {FETCH_AGAIN}"
+        )
     num_heads, embed_dim = keys.integer("attention.head_count"), keys.integer("embedding_length")
     if not num_heads:
         raise keys.wrong("attention.head_count", num_heads, "positive")
@@ -201,7 +207,7 @@ def _rope_scaling(gguf: GgufFile, keys: _Keys) -> dict[str, object] | None:
 def _llama3_scaling(gguf: GgufFile, keys: _Keys) -> dict[str, object] | None:
     """The Llama 3 parameters whose factors the file stores; it stores the result only."""
     tensor = gguf.tensors["rope_freqs.weight"]
-    stored = decode(gguf.blocks(tensor), tensor.type.name).ravel()
+    stored = dequantise(gguf.blocks(tensor), tensor.type.name).ravel()
     if np.all(stored == 1.0):
         return None
     theta = keys.number("rope.freq_base", 1e4)

@@ -13,7 +13,7 @@ from kvist.loading.gguf_file import GgufFile
 from kvist.loading.gguf_tokenizer import write_tokenizer
 from kvist.loading.progress import Progress
 from kvist.loading.safetensors_writer import write_safetensors
-from kvist.loading.untrusted_file import write_json
+from kvist.loading.untrusted_file import errors_about, write_json
 from kvist.loading.weights import WEIGHT_DTYPES, fitting_decoder
 from kvist.models.registry import decoder_config
 
@@ -31,7 +31,8 @@ def convert_gguf(gguf_path: Path, weights_format: str, directory: Path, progress
     """
     gguf = GgufFile(gguf_path)
     raw_config = hf_config(gguf)
-    config = decoder_config(raw_config)
+    with errors_about(gguf_path):
+        config = decoder_config(raw_config)
     checkpoint = GgufCheckpoint(gguf, config)
     _, names = fitting_decoder(config, checkpoint, str(gguf_path))
     shapes = {name: checkpoint.shape(name) for name in names.values()}
@@ -48,7 +49,8 @@ def convert_gguf(gguf_path: Path, weights_format: str, directory: Path, progress
     written(0)
     write_json(directory / "config.json", raw_config | {"dtype": str(dtype).removeprefix("torch.")})
     write_json(directory / "generation_config.json", gguf_generation_config(gguf.metadata))
-    write_tokenizer(gguf.metadata, directory)
+    with errors_about(gguf_path):
+        write_tokenizer(gguf.metadata, directory)
     write_safetensors(
         directory / "model.safetensors", shapes, dtype, lambda name: checkpoint.parts(name, dtype), written
     )

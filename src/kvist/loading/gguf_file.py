@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import math
 import mmap
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from struct import Struct
 
@@ -21,7 +23,7 @@ import numpy.typing as npt
 
 from kvist.errors import KvistError, ModelFileError, UnsupportedModelError, shown
 from kvist.loading.gguf_blocks import BlockType, block_type
-from kvist.loading.untrusted_file import describe_start
+from kvist.loading.untrusted_file import FETCH_AGAIN, require_gguf
 
 _U32, _U64 = Struct("<I"), Struct("<Q")
 _STRING, _ARRAY = 8, 9
@@ -75,7 +77,7 @@ class GgufFile:
             self.metadata = reader.metadata(num_keys)
             self.tensors = reader.tensors(num_tensors, self.metadata)
         except UnicodeDecodeError as error:
-            raise ModelFileError(f"{path} is damaged: a string in its header is not UTF-8") from error
+            raise reader.damaged("a string in its header is not UTF-8") from error
 
     def blocks(self, tensor: GgufTensor) -> npt.NDArray[np.uint8]:
         """The bytes of a tensor, `[rows, bytes per row]`, mapped."""
@@ -85,10 +87,9 @@ class GgufFile:
 
 
 def _map(path: Path) -> mmap.mmap:
+    require_gguf(path)
     try:
         with path.open("rb") as file:
-            if file.read(4) != b"GGUF":
-                raise ModelFileError(f"{path} is not a GGUF file: {describe_start(path)}")
             # Copy-on-write, so that tensors over it count as writable; nothing ever writes.
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except OSError as error:
@@ -140,7 +141,15 @@ class _HeaderReader:
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
             raise self.damaged(f"general.alignment is {shown(alignment)}, no power of two")
         data_start = -(-self.position // alignment) * alignment
-        return {name: self.placed(tensor, data_start, alignment) for name, tensor in found.items()}
+        placed = {name: self.placed(tensor, data_start, alignment) for name, tensor in found.items()}
+        self.check_apart(placed.values())
+        return placed
+
+    def check_apart(self, tensors: Iterable[GgufTensor]) -> None:
+        """Refuse tensors that share bytes: what is made of a file could be any number of times its size."""
+        for before, after in pairwise(sorted(tensors, key=lambda tensor: tensor.offset)):
+            if before.offset + before.num_rows * before.row_bytes > after.offset:
+                raise self.damaged(f"the tensors {shown(before.name)} and {shown(after.name)} overlap")
 
     def tensor(self, what: str) -> GgufTensor:
         """The next tensor, its offset still counted from the start of the data."""
@@ -224,10 +233,10 @@ class _HeaderReader:
         return start
 
     def damaged(self, reason: str) -> ModelFileError:
-        return ModelFileError(f"{self.path} is damaged: {reason}")
+        return ModelFileError(f"{self.path} is damaged: {reason}; {FETCH_AGAIN}")
 
     def truncated(self, what: str, missing: int) -> ModelFileError:
         return ModelFileError(
             f"{self.path} is truncated or damaged: it ends after {self.size} bytes, {missing} bytes before the end of "
-            f"{what}; fetch it again"
+            f"{what}; {FETCH_AGAIN}"
         )

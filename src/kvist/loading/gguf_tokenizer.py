@@ -21,7 +21,6 @@ from kvist.errors import ModelFileError, UnsupportedModelError, shown
 from kvist.loading.gguf_tokenizer_merges import listed_merges, merge_entries, merges_from_scores
 from kvist.loading.gguf_tokenizer_splits import word_split
 from kvist.loading.gguf_tokenizer_vocabulary import (
-    DAMAGED,
     MATCHED_WHOLE,
     PREFIX,
     TokenType,
@@ -31,6 +30,7 @@ from kvist.loading.gguf_tokenizer_vocabulary import (
     read_value,
     read_vocabulary,
 )
+from kvist.loading.untrusted_file import DAMAGED
 
 
 def write_tokenizer(metadata: Mapping[str, object], directory: Path) -> None:

@@ -8,7 +8,8 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from kvist.errors import ModelFileError
+from kvist.errors import ModelFileError, shown
+from kvist.loading.untrusted_file import DAMAGED
 
 Merge = tuple[str, str]
 
@@ -28,12 +29,12 @@ def listed_merges(lines: Sequence[str], vocabulary: Collection[str]) -> list[Mer
         split = line.find(" ", 1)
         left, right = line[:split], line[split + 1 :]
         if split < 0 or not right:
-            raise ModelFileError(f"the GGUF file's merge {line!r} is not two tokens: the file is damaged, get it again")
+            raise ModelFileError(f"the GGUF file's merge {shown(line)} is not two tokens: {DAMAGED}")
         for token in (left, right, left + right):
             if token not in vocabulary:
                 raise ModelFileError(
-                    f"the GGUF file's merge {line!r} needs the token {token!r}, which its vocabulary lacks: "
-                    "the file is damaged, get it again"
+                    f"the GGUF file's merge {shown(line)} needs the token {shown(token)}, which its vocabulary lacks: "
+                    f"{DAMAGED}"
                 )
         merges[left, right] = None
     return list(merges)
@@ -64,7 +65,7 @@ def merges_from_scores(
         if len(token) > _LONGEST_MERGED_TOKEN:
             raise ModelFileError(
                 f"the GGUF file's token {index} is {len(token)} characters long; at most {_LONGEST_MERGED_TOKEN} are "
-                "plausible: the file is damaged, get it again"
+                f"plausible: {DAMAGED}"
             )
         cuts = [cut for cut in range(1, len(token)) if token[:cut] in parts and token[cut:] in parts]
         if len(cuts) == 1:

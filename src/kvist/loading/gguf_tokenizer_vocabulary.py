@@ -10,19 +10,13 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from kvist.errors import ModelFileError
+from kvist.errors import ModelFileError, shown
+from kvist.loading.end_tokens import END_TOKENS
+from kvist.loading.untrusted_file import DAMAGED
 
 PREFIX = "tokenizer.ggml."
-DAMAGED = "the file is damaged, get it again"
 
 _Value = TypeVar("_Value", str, int, bool)
-
-# Tokens that end a turn or a text. Files that list one as a plain token are mended, as llama.cpp does: a template
-# that writes it means the token.
-_END_TOKENS = (
-    *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "<|end|>", "<end_of_turn>"),
-    *("<eos>", "</s>", "<\uff5cend\u2581of\u2581sentence\uff5c>"),
-)
 
 
 class TokenType(IntEnum):
@@ -67,7 +61,7 @@ def read_vocabulary(metadata: Mapping[str, object]) -> Vocabulary:
     ids = {token: index for index, token in enumerate(tokens)}
     if len(ids) != len(tokens):
         index, token = next((index, token) for index, token in enumerate(tokens) if ids[token] != index)
-        raise ModelFileError(f"the GGUF file's tokens {index} and {ids[token]} are both {token!r}: {DAMAGED}")
+        raise ModelFileError(f"the GGUF file's tokens {index} and {ids[token]} are both {shown(token)}: {DAMAGED}")
 
     numbers = read_numbers(metadata, "token_type", len(tokens), "iu")
     if numbers is None:
@@ -88,7 +82,8 @@ def read_vocabulary(metadata: Mapping[str, object]) -> Vocabulary:
         special_ids[role] = special
     # The unknown and padding ids of some files point at plain tokens; those must stay plain.
     mended = [special for role, special in special_ids.items() if role not in ("unknown", "padding")]
-    mended += [ids[token] for token in _END_TOKENS if token in ids]
+    # Files that list an end token as a plain one are mended, as llama.cpp does: a template that writes it means it.
+    mended += sorted(ids[token] for token in END_TOKENS if token in ids)
     for index in mended:
         if types[index] is TokenType.NORMAL:
             types[index] = TokenType.CONTROL

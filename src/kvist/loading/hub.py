@@ -11,9 +11,12 @@ from kvist.loading.progress import Progress
 # What a decoder and its tokenizer are made of; pickled weights are never fetched.
 _FILES = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    "added_tokens.json", "chat_template.json", "chat_template.jinja", "model.safetensors",
+    "chat_template.json", "chat_template.jinja", "model.safetensors",
     "model.safetensors.index.json", "model-*-of-*.safetensors",
 )  # fmt: skip
+
+# Whose exceptions mean that the network failed: the Hub's library, and what it talks HTTP with in its versions.
+_NETWORK_LIBRARIES = ("huggingface_hub", "httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3", "hf_xet")
 
 
 def fetch_repository(repo_id: str, revision: str | None, progress: Progress) -> Path:
@@ -63,5 +66,10 @@ def _fetched(name: str, revision: str | None, fetch: Callable[[], str], progress
         raise ModelNotFoundError(f"{at} is not on the Hugging Face Hub: the repository has no such file") from error
     except errors.HFValidationError as error:
         raise ModelNotFoundError(f"'{name}' is no name of a model on the Hugging Face Hub") from error
-    except (errors.HfHubHTTPError, OSError) as error:
-        raise DownloadError(f"{at} could not be fetched: {str(error).splitlines()[0][:200]}") from error
+    except Exception as error:
+        if not isinstance(error, OSError) and type(error).__module__.split(".")[0] not in _NETWORK_LIBRARIES:
+            raise
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise DownloadError(
+            f"{at} could not be fetched: {reason}; check the network and the free space, then try again"
+        ) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +13,10 @@ from kvist.errors import ModelFileError, UnsupportedModelError, shown
 from kvist.loading.end_tokens import end_token_ids
 from kvist.loading.prepared import prepared_copy
 from kvist.loading.progress import Progress, no_progress
-from kvist.loading.resolve import resolve
+from kvist.loading.resolve import ModelSource, resolve
 from kvist.loading.safetensors_checkpoint import SafetensorsCheckpoint
 from kvist.loading.tokenizer import Tokenizer
-from kvist.loading.untrusted_file import read_json
+from kvist.loading.untrusted_file import FETCH_AGAIN, errors_about, read_json
 from kvist.loading.weights import WEIGHT_DTYPES, assign_weights, fitting_decoder
 from kvist.models.registry import decoder_config
 
@@ -32,11 +33,14 @@ class LoadedModel:
 
     Attributes:
         decoder: in evaluation mode; its weights want no gradients and may be mapped from a file.
+        source: the directory or the GGUF file that it was loaded from, not its prepared copy. A GGUF file's quantised
+            blocks are reached through it: `GgufCheckpoint(GgufFile(source), config).codes(name)`.
         eos_token_ids: the tokens that end a text.
         weights_bytes: of all parameters, tied ones once.
     """
 
     name: str
+    source: Path
     decoder: Decoder
     config: ModelConfig
     tokenizer: Tokenizer
@@ -45,7 +49,9 @@ class LoadedModel:
     weights_bytes: int
 
 
-def load(model: str, weights_format: str = "bf16", *, progress: Progress | None = None) -> LoadedModel:
+def load(
+    model: str | os.PathLike[str], weights_format: str = "bf16", *, progress: Progress | None = None
+) -> LoadedModel:
     """Load a model.
 
     Args:
@@ -63,19 +69,21 @@ def load(model: str, weights_format: str = "bf16", *, progress: Progress | None 
     progress = progress or no_progress
     source = resolve(model, progress)
     directory = prepared_copy(source.path, weights_format, progress) if source.is_gguf else source.path
-    return _load_directory(directory, source.name, weights_format)
+    return _load_directory(directory, source, weights_format)
 
 
-def _load_directory(directory: Path, name: str, weights_format: str) -> LoadedModel:
+def _load_directory(directory: Path, source: ModelSource, weights_format: str) -> LoadedModel:
     raw = read_json(directory / "config.json")
-    _refuse_quantised(raw)
-    config = decoder_config(raw)
+    with errors_about(directory / "config.json"):
+        _refuse_quantised(raw)
+        config = decoder_config(raw)
     checkpoint = SafetensorsCheckpoint(directory)
     decoder, names = fitting_decoder(config, checkpoint, str(directory))
     tokenizer = Tokenizer.from_directory(directory)
     _check_vocabulary(directory, tokenizer, config)
     return LoadedModel(
-        name=name,
+        name=source.name,
+        source=source.path.absolute(),
         decoder=decoder.eval(),
         config=config,
         tokenizer=tokenizer,
@@ -91,10 +99,12 @@ def _check_vocabulary(directory: Path, tokenizer: Tokenizer, config: ModelConfig
     Special tokens may lie beyond the model's vocabulary, as Gemma 3's placeholder for an image does in its text-only
     models; decoding leaves them out.
     """
-    if tokenizer.decode(range(config.vocab_size, config.vocab_size + _TOKENS_LOOKED_AT)):
+    with errors_about(directory / "tokenizer.json"):
+        beyond = tokenizer.decode(range(config.vocab_size, config.vocab_size + _TOKENS_LOOKED_AT))
+    if beyond:
         raise ModelFileError(
             f"{directory}: the vocabulary does not match: the tokenizer has {tokenizer.vocab_size} tokens, the model "
-            f"{config.vocab_size}"
+            f"{config.vocab_size}; {FETCH_AGAIN}"
         )
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from kvist.errors import ModelFileError
 from kvist.loading.cache_folder import cache_folder, make_folder, move_into_place, only_process
 from kvist.loading.progress import Progress
-from kvist.loading.untrusted_file import read_json, write_json
+from kvist.loading.untrusted_file import read_json, require_gguf, write_json
 
 # Raise it whenever the same file would be prepared differently, its tokenizer included: older copies are then remade.
 LAYOUT_VERSION = 1
@@ -34,6 +34,7 @@ def prepared_copy(gguf_path: Path, weights_format: str, progress: Progress) -> P
         ModelFileError: the file is damaged, or there is no room for the copy.
         UnsupportedModelError: the file holds a model that is not run.
     """
+    require_gguf(gguf_path)  # before all of it is read
     key = f"{_file_hash(gguf_path, progress)}-{weights_format}"
     target = cache_folder() / "prepared" / key
     if _is_whole(target):
@@ -68,14 +69,18 @@ class PreparedCopy:
 
 
 def prepared_copies() -> list[PreparedCopy]:
-    """All whole copies in the cache folder."""
+    """All whole copies in the cache folder; nothing is written, so the folder need not be writable, nor exist."""
     copies = []
     for manifest in sorted((cache_folder() / "prepared").glob(f"*/{_MANIFEST}")):
         path = manifest.parent
-        if _is_whole(path):
+        if not _is_whole(path):
+            continue
+        try:
             fields = read_json(manifest)
             size = sum(file.stat().st_size for file in path.iterdir())
-            copies.append(PreparedCopy(path, str(fields.get("source")), str(fields.get("weights_format")), size))
+        except (ModelFileError, OSError):  # it went away meanwhile
+            continue
+        copies.append(PreparedCopy(path, str(fields.get("source")), str(fields.get("weights_format")), size))
     return copies
 
 

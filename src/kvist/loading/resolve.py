@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from kvist.loading.untrusted_file import PICKLE_SUFFIXES, pickle_refusal
 
 # org/name, org/name@revision, org/name/file.gguf, org/name@revision/file.gguf
 _HUB_NAME = re.compile(
-    r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w.-]+))?(?:/(?P<file>[\w./ -]+\.gguf))?",
+    r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w.-]+))?(?P<file>(?:/[\w -][\w. -]*)+\.gguf)?",
     re.ASCII,
 )
 
@@ -32,7 +33,7 @@ class ModelSource:
         return self.path.is_file()
 
 
-def resolve(model: str, progress: Progress) -> ModelSource:
+def resolve(model: str | os.PathLike[str], progress: Progress) -> ModelSource:
     """Find a model by a path, a demo model's name or a Hub id, in this order, and fetch it where that is needed.
 
     Raises:
@@ -40,14 +41,16 @@ def resolve(model: str, progress: Progress) -> ModelSource:
         ModelFileError: there is a file or directory of that name, but not of a kind that holds a model.
         DownloadError: it could not be fetched.
     """
-    path = Path(model).expanduser() if model else Path()
+    model = os.fspath(model)
+    path = _path(model)
     if model and _exists(path):
         return ModelSource(path.resolve().name if path.is_dir() else path.stem, _local(path))
     if model in DEMO_MODELS:
         return ModelSource(model, pull(model, progress))
     hub = None if model.startswith(("/", ".", "~")) else _HUB_NAME.fullmatch(model)
     if hub and hub["file"]:
-        return ModelSource(Path(hub["file"]).stem, fetch_file(hub["repo"], hub["file"], hub["revision"], progress))
+        file = hub["file"].removeprefix("/")
+        return ModelSource(Path(file).stem, fetch_file(hub["repo"], file, hub["revision"], progress))
     if hub and not hub["repo"].endswith((".gguf", *PICKLE_SUFFIXES)):
         return ModelSource(hub["repo"], fetch_repository(hub["repo"], hub["revision"], progress))
     if "/" in model or path.suffix in (".gguf", ".safetensors", *PICKLE_SUFFIXES):
@@ -56,6 +59,13 @@ def resolve(model: str, progress: Progress) -> ModelSource:
         f"no model is called '{model}': {did_you_mean(model, DEMO_MODELS)}, or give a directory, a .gguf file or a "
         "Hugging Face id like org/name"
     )
+
+
+def _path(model: str) -> Path:
+    try:
+        return Path(model).expanduser()
+    except RuntimeError:  # ~name of a user that does not exist, or ~ without a home folder
+        return Path(model)
 
 
 def _exists(path: Path) -> bool:
@@ -76,6 +86,10 @@ def _local(path: Path) -> Path:
         raise ModelFileError(f"{path} is neither a file nor a directory")
     if not (path / "config.json").is_file():
         ggufs = sorted(path.glob("*.gguf"))
-        hint = f"it holds {ggufs[0].name}: give that file" if ggufs else "is it in Hugging Face format?"
-        raise ModelFileError(f"{path} has no config.json; {hint}")
+        hint = (
+            f"it holds {ggufs[0].name}: give that file"
+            if ggufs
+            else "give a directory in Hugging Face format or a .gguf file"
+        )
+        raise ModelFileError(f"{path} has no config.json: {hint}")
     return path

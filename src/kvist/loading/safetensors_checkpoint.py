@@ -13,13 +13,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from kvist.errors import ModelFileError, UnsupportedModelError, shown
-from kvist.loading.checkpoint import StoredCodes
-from kvist.loading.untrusted_file import PICKLE_SUFFIXES, describe_start, pickle_refusal, read_json
+from kvist.loading.checkpoint import PLAIN_DTYPES, StoredCodes
+from kvist.loading.untrusted_file import FETCH_AGAIN, PICKLE_SUFFIXES, describe_start, pickle_refusal, read_json
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _FILE_NAME = re.compile(r"[\w-][\w.+ -]{0,200}")
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 # How multimodal checkpoints name the language model in them, older and newer ones.
 _TEXT_PREFIXES = (("language_model.model.", "model."), ("model.language_model.", "model."), ("language_model.", ""))
@@ -60,7 +59,8 @@ class SafetensorsCheckpoint:
             for stored_name in stored if names is None else names:
                 if stored_name not in stored:
                     raise ModelFileError(
-                        f"{directory / _INDEX} promises {shown(stored_name)} in {file.name}: it is not there"
+                        f"{directory / _INDEX} promises {shown(stored_name)} in {file.name}, which does not hold it: "
+                        f"{FETCH_AGAIN}"
                     )
                 self._add(stored[stored_name])
 
@@ -72,10 +72,10 @@ class SafetensorsCheckpoint:
 
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         entry = self._entries[name]
-        stored = _DTYPES.get(entry.dtype)
+        stored = PLAIN_DTYPES.get(entry.dtype)
         if stored is None:
             raise UnsupportedModelError(
-                f"{entry.file}: {shown(name)} is stored as {entry.dtype}: readable are {', '.join(_DTYPES)}"
+                f"{entry.file}: {shown(name)} is stored as {entry.dtype}: readable are {', '.join(PLAIN_DTYPES)}"
             )
         if stored == dtype:
             mapped: torch.Tensor = self._files[entry.file].get_tensor(entry.stored_name)
@@ -94,13 +94,13 @@ class SafetensorsCheckpoint:
             raise self._nothing_to_read()
         weight_map = read_json(self._directory / _INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
-            raise ModelFileError(f"{self._directory / _INDEX} has no weight_map")
+            raise ModelFileError(f"{self._directory / _INDEX} has no weight_map: {FETCH_AGAIN}")
         listing: dict[Path, list[str] | None] = {}
         for name, file_name in weight_map.items():
             # A name with a path in it could lead out of the directory.
             if not isinstance(file_name, str) or not _FILE_NAME.fullmatch(file_name):
                 raise ModelFileError(
-                    f"{self._directory / _INDEX} names {shown(file_name)}: a plain file name is expected"
+                    f"{self._directory / _INDEX} names {shown(file_name)}, no plain file name: {FETCH_AGAIN}"
                 )
             if Path(file_name).suffix in PICKLE_SUFFIXES:
                 raise pickle_refusal(self._directory / file_name)
@@ -110,7 +110,8 @@ class SafetensorsCheckpoint:
         missing = [file.name for file in listing if not file.is_file()]
         if missing:
             raise ModelFileError(
-                f"{self._directory} lacks {len(missing)} of {len(listing)} shards: {', '.join(missing[:3])}"
+                f"{self._directory} lacks {len(missing)} of {len(listing)} shards, {', '.join(missing[:3])}: "
+                "fetch them too"
             )
         return listing
 
@@ -118,7 +119,7 @@ class SafetensorsCheckpoint:
         for file in sorted(self._directory.iterdir()):
             if file.suffix in PICKLE_SUFFIXES and file.is_file():
                 return pickle_refusal(file)
-        return ModelFileError(f"{self._directory} has neither {_SINGLE} nor {_INDEX}")
+        return ModelFileError(f"{self._directory} has neither {_SINGLE} nor {_INDEX}: fetch the weights too")
 
     def _open(self, file: Path) -> Any:
         """The mapped file; its library checks the header against the file's size, and that no two tensors overlap."""
@@ -126,7 +127,7 @@ class SafetensorsCheckpoint:
             handle = safe_open(file, framework="pt")
         except SafetensorError as error:
             raise ModelFileError(
-                f"{file} is damaged or no safetensors file ({_reason(error)}); {describe_start(file)}"
+                f"{file} is damaged or no safetensors file ({_reason(error)}; {describe_start(file)}): {FETCH_AGAIN}"
             ) from error
         except OSError as error:
             raise ModelFileError(f"{file} cannot be read: {error.strerror or error}") from error
@@ -142,7 +143,7 @@ class SafetensorsCheckpoint:
         if name.startswith(_IGNORED_PREFIXES) or name.endswith(_IGNORED_SUFFIXES):
             return
         if name in self._entries:
-            raise ModelFileError(f"{self._directory} holds the tensor {shown(name)} twice")
+            raise ModelFileError(f"{self._directory} holds the tensor {shown(name)} twice: {FETCH_AGAIN}")
         self._entries[name] = entry
 
 

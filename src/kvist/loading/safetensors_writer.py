@@ -9,7 +9,9 @@ from pathlib import Path
 
 import torch
 
-_DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}
+from kvist.loading.checkpoint import PLAIN_DTYPES
+
+_DTYPE_NAMES = {dtype: name for name, dtype in PLAIN_DTYPES.items()}
 
 # Tensors whose size is a multiple of this come first and so all start at one: kernels read whole cache lines.
 _ALIGNMENT = 64

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 import tokenizers
 
 from kvist.errors import ModelFileError, OptionError, PromptError
-from kvist.loading.untrusted_file import read_json
+from kvist.loading.untrusted_file import FETCH_AGAIN, read_json
 
 if TYPE_CHECKING:
     from kvist.loading.chat_template import ChatTemplate, Message
@@ -44,7 +45,7 @@ class Tokenizer:
     @classmethod
     def from_directory(cls, directory: str | Path) -> Tokenizer:
         """Read `tokenizer.json`, and beside it `tokenizer_config.json`, `special_tokens_map.json` and
-        `chat_template.jinja` where they are.
+        `chat_template.jinja` or `chat_template.json` where they are.
 
         Raises:
             ModelFileError: `tokenizer.json` is missing, or one of the files is damaged.
@@ -56,12 +57,8 @@ class Tokenizer:
                 f"tokenizer.json is missing in {directory}: write it with transformers, "
                 "AutoTokenizer.from_pretrained(directory).save_pretrained(directory)"
             )
-        try:
+        with _library_errors(f"{path} is no tokenizer that can be read"):
             backend = tokenizers.Tokenizer.from_file(str(path))
-        # The library raises plain exceptions.
-        except Exception as error:
-            reason = " ".join(str(error).split())[:200]
-            raise ModelFileError(f"{path} is no tokenizer that can be read ({reason}): get the file again") from error
         config = _read_optional(directory / "tokenizer_config.json")
         special_tokens = _special_tokens(_read_optional(directory / "special_tokens_map.json"))
         special_tokens |= _special_tokens(config)
@@ -70,7 +67,8 @@ class Tokenizer:
     @cached_property
     def vocab_size(self) -> int:
         """The highest token id, plus one. Computed on first use: 0.2 s for a vocabulary of 262,144."""
-        return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        with _library_errors("the model's tokenizer cannot list its vocabulary"):
+            return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @property
     def has_chat_template(self) -> bool:
@@ -85,9 +83,11 @@ class Tokenizer:
 
         Raises:
             PromptError: the text is no valid Unicode.
+            ModelFileError: the tokenizer's files make it fail.
         """
         try:
-            return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+            with _library_errors("the model's tokenizer fails on this text"):
+                return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
         except TypeError as error:
             raise PromptError("the text cannot be tokenized: it is no valid Unicode (UTF-8) text") from error
 
@@ -101,9 +101,11 @@ class Tokenizer:
 
         Raises:
             OptionError: a number that is no id at all.
+            ModelFileError: the tokenizer's files make it fail.
         """
         try:
-            return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+            with _library_errors("the model's tokenizer fails on these tokens"):
+                return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         except (OverflowError, TypeError) as error:
             raise OptionError(
                 f"these are no token ids: ids are whole numbers from 0 to {self.vocab_size - 1}"
@@ -133,7 +135,28 @@ class Tokenizer:
 
     def _special_id(self, name: str) -> int | None:
         token = self._special_tokens.get(name)
-        return None if token is None else self._backend.token_to_id(token)
+        if token is None:
+            return None
+        with _library_errors(f"the model's tokenizer cannot look up its {name}"):
+            return self._backend.token_to_id(token)
+
+
+@contextmanager
+def _library_errors(problem: str) -> Iterator[None]:
+    """Turn what a call into `tokenizers` raises into a `ModelFileError`: someone else wrote what it runs.
+
+    Its plain exceptions, and the panics of its Rust code, which do not derive from `Exception` and which Rust has told
+    on standard error by then. A `TypeError` or `OverflowError` is about an argument, and for the caller to explain.
+    """
+    try:
+        yield
+    except (TypeError, OverflowError):
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
+            raise  # Ctrl-C and its like
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise ModelFileError(f"{problem} ({reason}): its tokenizer.json is damaged, {FETCH_AGAIN}") from error
 
 
 def _read_optional(path: Path) -> dict[str, object]:
@@ -151,19 +174,22 @@ def _special_tokens(config: Mapping[str, object]) -> dict[str, str]:
 
 
 def _chat_template(directory: Path, config: Mapping[str, object]) -> str | None:
-    """The file of its own if there is one, else the configuration's; of several the one named `default`."""
+    """The file of its own if there is one, in today's form or in that of older multimodal models, else the
+    configuration's; of several the one named `default`.
+    """
     path = directory / "chat_template.jinja"
     if path.is_file():
         try:
             return path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
-            raise ModelFileError(f"{path} is no UTF-8 text: get the file again") from error
-    template = config.get("chat_template")
+            raise ModelFileError(f"{path} is no UTF-8 text: {FETCH_AGAIN}") from error
+    path = directory / "chat_template.json"
+    if not path.is_file():
+        path = directory / "tokenizer_config.json"
+    template = (config if path.name == "tokenizer_config.json" else read_json(path)).get("chat_template")
     if isinstance(template, list):
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, Mapping)}
         template = named.get("default")
     if template is None or isinstance(template, str):
         return template
-    raise ModelFileError(
-        f"the chat_template in {directory / 'tokenizer_config.json'} is neither a text nor a list of named ones"
-    )
+    raise ModelFileError(f"the chat_template in {path} is neither a text nor a list of named ones: {FETCH_AGAIN}")

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
-from kvist.errors import ModelFileError
+from kvist.errors import ModelFileError, UnsupportedModelError
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
+# What to do about a file that contradicts itself: how messages end.
+FETCH_AGAIN = "fetch it again"
+DAMAGED = f"the file is damaged, {FETCH_AGAIN}"
 
 _STARTS = (
     (b"GGUF", "a GGUF file"),
@@ -42,19 +46,39 @@ def describe_start(path: Path) -> str:
     return f"it starts with the bytes {start[:4].hex(' ')}"
 
 
+def require_gguf(path: Path) -> None:
+    """Refuse a file of another kind by its first bytes, whatever its size."""
+    try:
+        with path.open("rb") as file:
+            if file.read(4) == b"GGUF":
+                return
+        raise ModelFileError(f"{path} is not a GGUF file: {describe_start(path)}")
+    except OSError as error:
+        raise ModelFileError(f"{path} cannot be read: {error.strerror}") from error
+
+
 def read_json(path: Path) -> dict[str, object]:
     """The object in a JSON file; `ModelFileError` if it is missing, unreadable or holds anything else."""
     try:
         parsed = json.loads(path.read_bytes())
     except FileNotFoundError:
-        raise ModelFileError(f"{path.name} is missing in {path.parent}") from None
+        raise ModelFileError(f"{path.name} is missing in {path.parent}: {FETCH_AGAIN}") from None
     except OSError as error:
         raise ModelFileError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise ModelFileError(f"{path} is not valid JSON; {describe_start(path)}") from error
+        raise ModelFileError(f"{path} is not valid JSON ({describe_start(path)}): {FETCH_AGAIN}") from error
     if not isinstance(parsed, dict):
-        raise ModelFileError(f"{path} holds no JSON object")
+        raise ModelFileError(f"{path} holds no JSON object: {FETCH_AGAIN}")
     return parsed
+
+
+@contextmanager
+def errors_about(path: Path) -> Iterator[None]:
+    """Begin the message of what is refused inside with the file that it is about."""
+    try:
+        yield
+    except (ModelFileError, UnsupportedModelError) as error:
+        raise type(error)(f"{path}: {error}") from error
 
 
 def write_json(path: Path, value: Mapping[str, object]) -> None:

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from kvist.config import ModelConfig
 from kvist.errors import ModelFileError, shown
 from kvist.loading.checkpoint import Checkpoint
+from kvist.loading.untrusted_file import FETCH_AGAIN
 from kvist.models.decoder import Decoder
 from kvist.models.registry import build_decoder
 
@@ -37,7 +38,10 @@ def fitting_decoder(config: ModelConfig, checkpoint: Checkpoint, source: str) ->
     with torch.device("meta"), _NoRandomValues():
         decoder = build_decoder(config)
     parameters = dict(decoder.named_parameters())
-    tensors = {name.removeprefix(_PREFIX): name for name in checkpoint.names()}
+    tensors: dict[str, str] = {}
+    for name in checkpoint.names():
+        if (other := tensors.setdefault(name.removeprefix(_PREFIX), name)) != name:
+            raise _misfit(source, f"it holds one tensor under two names, {_some((other, name))}")
     if config.tie_embeddings:
         tensors.pop("lm_head.weight", None)  # some files repeat the embedding under this name
     if missing := parameters.keys() - tensors.keys():
@@ -76,7 +80,7 @@ class _NoRandomValues(TorchFunctionMode):
 
 
 def _misfit(source: str, reason: str) -> ModelFileError:
-    return ModelFileError(f"{source} does not fit its configuration: {reason}")
+    return ModelFileError(f"{source} does not fit its configuration: {reason}; {FETCH_AGAIN}")
 
 
 def _some(names: Iterable[str]) -> str:

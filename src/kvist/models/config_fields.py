@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from typing import TypedDict
 
@@ -15,7 +15,9 @@ _MOST_LAYERS = 10_000
 
 
 class ConfigFields:
-    """Typed access to the fields of a configuration; errors name the field, what it holds and what it must be."""
+    """Typed access to the fields of a configuration; errors name the field, what it holds and what it must
+    be; whoever knows the file puts its name before.
+    """
 
     def __init__(self, raw: Mapping[str, object]) -> None:
         self.raw = raw
@@ -24,9 +26,7 @@ class ConfigFields:
         """A whole number in a range; without a default the field must be there."""
         value = self._value(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            raise ModelFileError(
-                f"config.json: {name} is {shown(value)}: it must be a whole number between {least} and {most}"
-            )
+            raise ModelFileError(f"{name} is {shown(value)}: it must be a whole number between {least} and {most}")
         return value
 
     def num_layers(self) -> int:
@@ -35,8 +35,9 @@ class ConfigFields:
     def number(self, name: str, default: float | None = None) -> float:
         """A positive finite number; without a default the field must be there."""
         value = self._value(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise ModelFileError(f"config.json: {name} is {shown(value)}: it must be a positive number")
+        # A whole number may be beyond every float.
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
+            raise ModelFileError(f"{name} is {shown(value)}: it must be a positive number")
         return float(value)
 
     def optional_integer(self, name: str) -> int | None:
@@ -48,7 +49,7 @@ class ConfigFields:
     def flag(self, name: str, default: bool) -> bool:
         value = self._value(name, default)
         if not isinstance(value, bool):
-            raise ModelFileError(f"config.json: {name} is {shown(value)}: it must be true or false")
+            raise ModelFileError(f"{name} is {shown(value)}: it must be true or false")
         return value
 
     def section(self, name: str) -> Mapping[str, object] | None:
@@ -56,13 +57,13 @@ class ConfigFields:
         value = self.raw.get(name)
         if value is None or isinstance(value, Mapping):
             return value
-        raise ModelFileError(f"config.json: {name} is {shown(value)}: it must be an object")
+        raise ModelFileError(f"{name} is {shown(value)}: it must be an object")
 
     def require(self, name: str, supported: str, default: str) -> None:
         """Refuse a feature by name unless the field holds the one value that is supported."""
         value = self._value(name, default)
         if value != supported:
-            raise UnsupportedModelError(f"config.json: {name} is {shown(value)}: only {supported!r} is supported")
+            raise UnsupportedModelError(f"{name} is {shown(value)}: only {supported!r} is supported")
 
     def rope(self, section: Mapping[str, object] | None, theta: float) -> RopeConfig:
         """The rope of a `rope_parameters` or `rope_scaling` section; `theta` is the base where that names none."""
@@ -70,7 +71,7 @@ class ConfigFields:
             return RopeConfig(theta)
         fields = ConfigFields(section)
         if fields.number("partial_rotary_factor", 1.0) != 1.0:
-            raise UnsupportedModelError("config.json: partial_rotary_factor is not 1: partial rope is not supported")
+            raise UnsupportedModelError("partial_rotary_factor is not 1: partial rope is not supported")
         theta = fields.number("rope_theta", theta)
         kind = section.get("rope_type", section.get("type")) or "default"
         match kind:
@@ -84,7 +85,7 @@ class ConfigFields:
                 )
                 low, high = fields.number("low_freq_factor"), fields.number("high_freq_factor")
                 if low >= high:
-                    raise ModelFileError("config.json: low_freq_factor of the rope must be below high_freq_factor")
+                    raise ModelFileError("low_freq_factor of the rope must be below high_freq_factor")
                 return RopeConfig(theta, Llama3RopeScaling(fields.number("factor"), low, high, original))
             case _:
                 raise UnsupportedModelError(
@@ -104,13 +105,13 @@ class ConfigFields:
         types = self.raw.get("layer_types")
         types = default_types if types is None else types
         if not isinstance(types, list) or len(types) != num_layers:
-            raise ModelFileError(f"config.json: layer_types must list {num_layers} layers")
+            raise ModelFileError(f"layer_types must list {num_layers} layers")
         known = {"full_attention": None, "sliding_attention": window}
         for kind in types:
             if not isinstance(kind, str) or kind not in known:
                 raise UnsupportedModelError(f"layer type {shown(kind)} is not supported: known: {', '.join(known)}")
         if window is None and "sliding_attention" in types:
-            raise ModelFileError("config.json: layer_types has sliding_attention layers, but sliding_window is missing")
+            raise ModelFileError("layer_types has sliding_attention layers, but sliding_window is missing")
         return tuple(known[kind] for kind in types)
 
     def _value(self, name: str, default: object) -> object:
@@ -118,7 +119,7 @@ class ConfigFields:
         if value is None:
             value = default
         if value is None:
-            raise ModelFileError(f"config.json has no {name}")
+            raise ModelFileError(f"there is no {name}: fetch the model again")
         return value
 
 
@@ -139,12 +140,10 @@ def shape_fields(fields: ConfigFields, *, head_dim: int | None = None) -> ShapeF
     num_kv_heads = fields.integer("num_key_value_heads", num_heads)
     embed_dim = fields.integer("hidden_size")
     if num_heads % num_kv_heads:
-        raise ModelFileError(
-            f"config.json: {num_heads} query heads cannot share {num_kv_heads} KV heads: it must divide them"
-        )
+        raise ModelFileError(f"{num_heads} query heads cannot share {num_kv_heads} KV heads: it must divide them")
     head_dim = fields.integer("head_dim", head_dim or max(1, embed_dim // num_heads))
     if head_dim % 2:
-        raise ModelFileError(f"config.json: head_dim is {head_dim}: rope needs an even one")
+        raise ModelFileError(f"head_dim is {head_dim}: rope needs an even one")
     return {
         "vocab_size": fields.integer("vocab_size"),
         "embed_dim": embed_dim,

@@ -47,7 +47,7 @@ def config(raw: Mapping[str, object]) -> Gemma3Config:
         raise UnsupportedModelError("Gemma 3 with bidirectional attention is an encoder: it cannot generate text")
     if fields.optional_number("attn_logit_softcapping") is not None:
         # Gemma 2's; transformers reads the field for Gemma 3, but computes without it.
-        raise UnsupportedModelError("config.json: attn_logit_softcapping is not supported for Gemma 3")
+        raise UnsupportedModelError("attn_logit_softcapping is not supported for Gemma 3")
     num_layers = fields.num_layers()
     pattern = fields.integer("sliding_window_pattern", 6)
     types = ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(num_layers)]

@@ -13,7 +13,7 @@ from torch import nn
 
 from kvist.attention import GroupedQueryAttention, inverse_frequencies, rope_tables
 from kvist.config import ModelConfig, RopeConfig
-from kvist.models.config_fields import ConfigFields, shape_fields
+from kvist.models.config_fields import ConfigFields, ShapeFields, shape_fields
 from kvist.models.decoder import Decoder
 from kvist.models.layers import GatedMLP, PreNormLayer, RMSNorm
 from kvist.models.step_inputs import StepInputs
@@ -34,19 +34,35 @@ def config(raw: Mapping[str, object]) -> LlamaConfig:
     """From a Hugging Face `config.json`."""
     fields = ConfigFields(raw)
     attention_bias = fields.flag("attention_bias", False)
-    fields.require("hidden_act", "silu", default="silu")
     return LlamaConfig(
-        **shape_fields(fields),
+        **llama_fields(fields, max_context=2048),
         model_type="llama",
-        max_context=fields.integer("max_position_embeddings", 2048),
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-        tie_embeddings=fields.flag("tie_word_embeddings", False),
         windows=(None,) * fields.num_layers(),
-        rope=fields.one_rope(),
         qkv_bias=attention_bias,
         output_bias=attention_bias,
         mlp_bias=fields.flag("mlp_bias", False),
     )
+
+
+class LlamaFields(ShapeFields):
+    """What the Llama-like families read from the same fields, as arguments of `LlamaConfig`."""
+
+    max_context: int
+    rms_norm_eps: float
+    tie_embeddings: bool
+    rope: RopeConfig
+
+
+def llama_fields(fields: ConfigFields, *, max_context: int, head_dim: int | None = None) -> LlamaFields:
+    """The fields that the Llama-like families share; `max_context` and `head_dim` are the family's defaults."""
+    fields.require("hidden_act", "silu", default="silu")
+    return {
+        **shape_fields(fields, head_dim=head_dim),
+        "max_context": fields.integer("max_position_embeddings", max_context),
+        "rms_norm_eps": fields.number("rms_norm_eps", 1e-6),
+        "tie_embeddings": fields.flag("tie_word_embeddings", False),
+        "rope": fields.one_rope(),
+    }
 
 
 class LlamaDecoder(Decoder):

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvist.models.config_fields import ConfigFields, shape_fields
-from kvist.models.llama import LlamaConfig
+from kvist.models.config_fields import ConfigFields
+from kvist.models.llama import LlamaConfig, llama_fields
 
 
 def config(raw: Mapping[str, object]) -> LlamaConfig:
     """From a Hugging Face `config.json`."""
     fields = ConfigFields(raw)
-    fields.require("hidden_act", "silu", default="silu")
     return LlamaConfig(
-        **shape_fields(fields),
+        **llama_fields(fields, max_context=32768),
         model_type="qwen2",
-        max_context=fields.integer("max_position_embeddings", 32768),
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-        tie_embeddings=fields.flag("tie_word_embeddings", False),
         windows=windows(fields),
-        rope=fields.one_rope(),
         qkv_bias=True,
     )
 

@@ -23,7 +23,7 @@ def decoder_config(raw: Mapping[str, object]) -> ModelConfig:
     """The configuration of a decoder from a Hugging Face `config.json`; refuses what it does not run by name."""
     model_type = raw.get("model_type")
     if not isinstance(model_type, str):
-        raise ModelFileError("config.json has no model_type: is this a language model's directory?")
+        raise ModelFileError("there is no model_type: take the directory of a language model")
     if model_type not in _CONFIGS:
         raise UnsupportedModelError(
             f"architecture {shown(model_type)} is not supported: {did_you_mean(model_type, list(_CONFIGS))}"
