@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 from cli_fakes import FakeLLM, Outcome
 
-from kvist.cli.main import main
+from kvist.cli.app import command_line
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def kvist(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
 
     def command(*arguments: str, given: str = "") -> Outcome:
         monkeypatch.setattr(sys, "stdin", io.StringIO(given))
-        code = main(arguments)
+        code = command_line(arguments)
         return Outcome(code, *capsys.readouterr())
 
     return command

@@ -2,9 +2,12 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+import types
 
 import pytest
 
+import engine_fakes
 from kvist.cli import chat as chat_module
 
 
@@ -108,6 +111,55 @@ def test_interrupt_at_the_prompt_leaves(kvist, fake_llm, typed):
 def test_model_without_template_is_refused(kvist, fake_llm):
     fake_llm.has_chat_template = False
     assert kvist("chat").error == "rote has no chat template, so it cannot chat: try kvist run --raw"
+
+
+@pytest.fixture
+def small_llm(monkeypatch):
+    """A real LLM in front of a model that repeats what was said, with a context and a cache of few tokens."""
+
+    def load(**limits: object) -> None:
+        module = types.ModuleType("kvist.llm")
+        module.LLM = lambda model, **options: engine_fakes.fake_llm(
+            engine_fakes.AnsweringDecoder(engine_fakes.echo), **limits
+        )
+        monkeypatch.setitem(sys.modules, "kvist.llm", module)
+
+    return load
+
+
+def test_a_full_context_names_the_command_that_empties_it(kvist, small_llm, typed):
+    small_llm(max_context=50)
+    typed("x" * 60, "x" * 10, "y" * 30, "/reset", "y" * 30)
+    outcome = kvist("chat")
+    assert outcome.out == f"{'x' * 10}\n{'y' * 16}\n"
+    too_long, full = [line for line in outcome.err.splitlines() if line.startswith("error: ")]
+    assert too_long.endswith("must hold at least one more: shorten the prompt")  # nothing that a reset would forget
+    assert full == (
+        "error: the conversation of 24 tokens leaves 26 of the context of 50, too little for the new text: shorten it, "
+        "or forget the conversation with /reset"
+    )
+
+
+def test_a_full_cache_names_the_command_that_empties_it(kvist, small_llm, typed):
+    small_llm(kv_memory=80 * engine_fakes.BYTES_PER_TOKEN)
+    typed("x" * 100, "x" * 20, "y" * 20, "/reset", "y" * 20)
+    outcome = kvist("chat", "--max-tokens", "30")
+    assert outcome.out == f"{'x' * 20}\n{'y' * 20}\n"
+    too_long, full = [line for line in outcome.err.splitlines() if line.startswith("error: ")]
+    assert too_long.endswith("shorten the prompt, lower max_tokens or raise kv_memory")
+    assert full.endswith("raise kv_memory, or forget the conversation with /reset")
+
+
+@pytest.mark.parametrize("threads", ["0", "-1", "2000000", "99999999999"])
+def test_a_number_of_threads_that_cannot_run_is_one_line_before_anything_is_loaded(kvist, fake_llm, threads):
+    assert kvist("chat", "--threads", threads).error.startswith(f"--threads is {threads}: it must be from 1 to 1024")
+    assert not fake_llm.loaded_with
+
+
+@pytest.mark.parametrize("threads", ["0", "-1", "2000000", "99999999999"])
+def test_a_measurement_refuses_them_in_the_same_words(kvist, threads):
+    error = kvist("bench", "bandwidth", "--threads", threads).error
+    assert error.startswith(f"--threads is {threads}: it must be from 1 to 1024")
 
 
 def test_wrong_option_is_one_line_before_anything_is_loaded(kvist, fake_llm):

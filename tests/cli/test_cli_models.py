@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
 from kvist.cli.progress import progress_bar
+from kvist.errors import DownloadError
 from kvist.loading.demo_models import DEMO_MODELS
 
 
@@ -29,9 +31,27 @@ def pulled(cache) -> Path:
 
 def test_models_tells_what_is_pulled(kvist, pulled):
     lines = kvist("models").out.splitlines()
-    assert max(map(len, lines)) <= 80
     rows = {line.split()[0]: line.split()[1:4] for line in lines if line.startswith(tuple(DEMO_MODELS))}
     assert rows == {"smollm2-135m": ["93.8", "MiB", "yes"], "gemma3-270m": ["241.4", "MiB", "no"]}
+
+
+@pytest.mark.parametrize("arguments", [("models",), ("pull",)])
+@pytest.mark.parametrize(("columns", "width"), [("80", 80), ("60", 60), ("20", 40), ("0", 80)])
+def test_tables_fit_the_terminal_and_keep_names_whole(kvist, cache, monkeypatch, arguments, columns, width):
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    out = re.sub(r"\x1b\[[0-9;]*m", "", kvist(*arguments).out)
+    assert all(name in out for name in DEMO_MODELS)
+    assert width - 10 < max(map(len, out.splitlines())) <= width
+
+
+def test_tables_are_not_cut_where_a_program_reads_them(kvist, cache, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "0")
+    out = kvist("models").out
+    for model in DEMO_MODELS.values():
+        assert model.name in out
+        assert model.description in out
 
 
 def test_models_json_is_one_object(kvist, pulled):
@@ -49,19 +69,25 @@ def test_pull_of_what_is_there_prints_its_path(kvist, pulled):
     assert (outcome.code, outcome.out, outcome.err) == (0, f"{pulled}\n", "note: smollm2-135m was there already\n")
 
 
-def test_pull_prints_each_stage_once_where_there_is_no_terminal(kvist, cache, monkeypatch):
+def test_pull_prints_the_path_and_tells_size_and_licence(kvist, cache, monkeypatch):
     def fetch(name, progress):
-        for done in range(0, 100, 10):
-            progress(f"fetching {name}", done, 100)
-        progress(f"checking {name}", 0, None)
+        progress(f"fetching {name}", 10, 100)
         return cache / name
 
     monkeypatch.setattr("kvist.loading.pull.pull", fetch)
     outcome = kvist("pull", "gemma3-270m")
     assert outcome.out == f"{cache / 'gemma3-270m'}\n"
-    note, *stages = outcome.err.splitlines()
-    assert note.startswith("note: gemma3-270m is 241.4 MiB large, its licence: Gemma Terms of Use")
-    assert stages == ["fetching gemma3-270m", "checking gemma3-270m"]
+    licence = "Gemma Terms of Use (ai.google.dev/gemma/terms)"
+    assert outcome.err == f"note: gemma3-270m is 241.4 MiB large, its licence: {licence}\n"
+
+
+def test_failed_pull_is_one_line(kvist, cache, monkeypatch):
+    def fail(name, progress):
+        progress(f"fetching {name}", 10, 100)
+        raise DownloadError(f"{name} could not be fetched")
+
+    monkeypatch.setattr("kvist.loading.pull.pull", fail)
+    assert kvist("pull", "gemma3-270m").error == "gemma3-270m could not be fetched"
 
 
 def test_pull_alone_lists_what_there_is(kvist, cache):

@@ -2,13 +2,17 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import signal
 import sys
+import types
+from contextlib import suppress
 
 import pytest
 
-from kvist.cli.main import main
+from kvist.cli.app import command_line
 from kvist.config import SamplingParams
-from kvist.errors import ModelNotFoundError
+from kvist.errors import ModelNotFoundError, PromptError
 
 JSON_KEYS = [
     "text",
@@ -28,7 +32,9 @@ JSON_KEYS = [
 ]
 
 
-def test_text_goes_to_standard_output_and_statistics_to_standard_error(kvist, fake_llm):
+@pytest.mark.parametrize("columns", ["80", "20", "0"])
+def test_text_goes_to_standard_output_and_statistics_to_standard_error(kvist, fake_llm, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", columns)
     outcome = kvist("run", "hello")
     assert (outcome.code, outcome.out) == (0, "hello\n")
     assert outcome.err.splitlines() == [
@@ -79,7 +85,16 @@ def test_model_without_template_continues_the_prompt_and_says_so(kvist, fake_llm
     outcome = kvist("run", "--quiet", "once upon")
     assert fake_llm.asked[0][0] == "once upon"
     assert (outcome.code, outcome.out) == (0, "once upon\n")
-    assert outcome.err == "note: rote has no chat template: it continues the prompt as it is (--raw)\n"
+    assert outcome.err == "note: rote has no chat template: it continued the prompt as it is (--raw)\n"
+
+
+def test_failure_of_a_model_without_template_is_one_line(kvist, fake_llm):
+    def fail() -> None:
+        raise PromptError("the context is full")
+
+    fake_llm.has_chat_template = False
+    fake_llm.during_answer = fail
+    assert kvist("run", "once upon").error == "the context is full"
 
 
 def test_dash_reads_standard_input_without_its_final_line_break(kvist, fake_llm):
@@ -116,7 +131,14 @@ def test_defaults_are_those_of_the_python_api(kvist, fake_llm):
         (["--kv-format", "bf61"], "unknown kv_format 'bf61': did you mean 'bf16'? known: bf16, fp32"),
         (["--weights-format", "int3"], "unknown weights_format 'int3'"),
         (["--kv-memory", "-5"], "'-5' is not a size in bytes: write it like 512MiB or 2GB"),
-        (["--threads", "0"], "'--threads'"),
+        (["--threads", "0"], "--threads is 0: it must be from 1 to 1024, best the number of CPUs"),
+        (["--threads", "-1"], "--threads is -1: it must be from 1 to 1024"),
+        (["--threads", "2000000"], "--threads is 2000000: it must be from 1 to 1024"),
+        (["--threads", "99999999999"], "--threads is 99999999999: it must be from 1 to 1024"),
+        (["--threads", "9" * 5000], "'--threads'"),
+        (["--max-tokens", "9" * 5000], "'--max-tokens'"),
+        (["--kv-memory", "9" * 400], "is not a size in bytes that any machine has"),
+        (["--top-k", "-1"], "top_k is -1: it must be at least 0, and 0 is off"),
         (["--seed", "-1"], "'--seed'"),
         (["--max-tokens", "many"], "'--max-tokens'"),
         (["--stop", ""], "a stop string is empty"),
@@ -135,10 +157,19 @@ def test_empty_prompt_is_refused_before_anything_is_loaded(kvist, fake_llm, argu
     assert not fake_llm.loaded_with
 
 
+def test_working_directory_that_is_gone_is_told_before_anything_is_loaded(kvist, fake_llm, monkeypatch, tmp_path):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert kvist("run", "hello").error == "the folder that you are in is gone: change to another"
+    assert not fake_llm.loaded_with
+
+
 def test_prompt_that_is_not_utf8_is_refused(kvist, fake_llm, monkeypatch, capsys):
     assert kvist("run", "caf\udce9").error.startswith("the text is not UTF-8")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8"))
-    assert main(["run", "-"]) == 2
+    assert command_line(["run", "-"]) == 2
     assert capsys.readouterr().err.startswith("error: the text is not UTF-8")
 
 
@@ -173,3 +204,17 @@ def test_interrupt_ends_with_130_and_closes_the_model(kvist, fake_llm):
     outcome = kvist("run", "hello")
     assert (outcome.code, outcome.out, outcome.err) == (130, "", "")
     assert fake_llm.closed == ["llm"]
+
+
+def test_interrupt_that_is_lost_while_pytorch_loads_ends_the_run_after_it(kvist, fake_llm, monkeypatch):
+    class Loading(types.ModuleType):
+        @property
+        def LLM(self) -> object:  # noqa: N802
+            with suppress(KeyboardInterrupt):  # as NumPy's import from C does
+                os.kill(os.getpid(), signal.SIGINT)
+            return fake_llm
+
+    monkeypatch.setitem(sys.modules, "kvist.llm", Loading("kvist.llm"))
+    outcome = kvist("run", "hello")
+    assert (outcome.code, outcome.out, outcome.err) == (130, "", "")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

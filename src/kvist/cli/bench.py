@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvist.cli.interrupts import signals_wait
+from kvist.config import check_threads
+
 if TYPE_CHECKING:
     from kvist.bench.bandwidth import ReadBandwidth
     from kvist.bench.machine import MachineFacts
@@ -23,14 +26,18 @@ def bench() -> None:
 @app.command()
 def bandwidth(
     threads: Annotated[
-        int | None, typer.Option(help="Threads that read.", metavar="N", min=1, show_default="one per core")
+        int | None, typer.Option(help="Threads that read.", metavar="N", show_default="one per core")
     ] = None,
     passes: Annotated[int, typer.Option(help="How often to read the buffer.", metavar="N", min=1)] = 10,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """How fast this machine reads memory: the most that a decoder, which mostly reads, can come to."""
-    from kvist.bench.bandwidth import measure
-    from kvist.bench.machine import MachineFacts
+    if threads is not None:
+        check_threads("--threads", threads)
+
+    with signals_wait():
+        from kvist.bench.bandwidth import measure
+        from kvist.bench.machine import MachineFacts
 
     result = measure(threads=threads, passes=passes)
     facts = MachineFacts.gather(result.threads)
@@ -47,10 +54,9 @@ def bandwidth(
 
 
 def _print_table(result: ReadBandwidth, facts: MachineFacts) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    from kvist.cli.output import binary_size
+    from kvist.cli.output import binary_size, table_console
 
     cache = facts.last_level_cache_bytes
     table = Table(show_header=False, box=None, pad_edge=False)
@@ -68,7 +74,7 @@ def _print_table(result: ReadBandwidth, facts: MachineFacts) -> None:
         ("versions", f"kvist {facts.kvist}, torch {facts.torch}, python {facts.python}, {facts.system}"),
     ):
         table.add_row(label, value)
-    Console(highlight=False).print(table)
+    table_console().print(table)
 
 
 def _gigabytes(bytes_per_s: float) -> str:

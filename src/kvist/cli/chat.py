@@ -11,10 +11,17 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from kvist.cli import options
-from kvist.cli.output import Report, print_error, print_note, print_statistics, shown
-from kvist.cli.reading import is_typed, piped_lines, typed_lines
+from kvist.cli.output import Report, print_error, print_note, print_statistics, written
+from kvist.cli.reading import checked, is_typed, piped_lines, typed_lines
 from kvist.config import SamplingParams
-from kvist.errors import KvistError, OptionError, PromptError, did_you_mean
+from kvist.errors import (
+    CacheFullError,
+    ContextFullError,
+    KvistError,
+    OptionError,
+    PromptError,
+    did_you_mean,
+)
 
 if TYPE_CHECKING:
     from kvist.llm import LLM
@@ -48,6 +55,8 @@ def chat(
     each of its lines is a turn.
     """
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    system = None if system is None else checked(system)
+    typed = is_typed()
     llm = options.open_llm(
         model, weights_format=weights_format, kv_format=kv_format, kv_memory=kv_memory, threads=threads
     )
@@ -55,7 +64,7 @@ def chat(
         if not llm.tokenizer.has_chat_template:
             raise PromptError(f"{llm.model_name} has no chat template, so it cannot chat: try kvist run --raw")
         with closing(Conversation(llm, params, system)) as conversation:
-            if is_typed():
+            if typed:
                 print_note(f"{llm.model_name} listens; /help lists the commands, Ctrl-D leaves")
                 _talk(conversation)
             else:
@@ -92,7 +101,8 @@ class Conversation:
         elif text.startswith("/") and text.split()[0].count("/") == 1:  # more of them make a path
             raise OptionError(f"unknown command '{text}': {did_you_mean(word, COMMANDS)}")
         elif text:
-            self._answer(text)
+            with self._reset_advised():
+                self._answer(text)
         return True
 
     def _answer(self, text: str) -> None:
@@ -101,12 +111,31 @@ class Conversation:
             suppress(KeyboardInterrupt),
             _first_interrupt_asks() as stop_asked,
             self._session.stream_chat(text, self._params) as stream,
-            closing(shown(stream)) as deltas,
+            closing(written(stream)) as deltas,
         ):
             for delta in deltas:
                 self._last = delta.completion
                 if stop_asked.is_set():
                     break
+
+    @contextmanager
+    def _reset_advised(self) -> Iterator[None]:
+        """Where the conversation so far is what leaves too little room, name the command that forgets it."""
+        length = self._session.length
+        try:
+            yield
+        except ContextFullError:
+            if not length:
+                raise
+            raise ContextFullError(
+                f"the conversation of {length:,} tokens leaves {self._llm.max_context - length:,} of the context of "
+                f"{self._llm.max_context:,}, too little for the new text: shorten it, or forget the conversation with "
+                "/reset"
+            ) from None
+        except CacheFullError as error:
+            if not length:
+                raise
+            raise CacheFullError(f"{error}, or forget the conversation with /reset") from None
 
     def _print_statistics(self) -> None:
         context = {"context": f"{self._session.length:,} of {self._llm.max_context:,} tokens"}

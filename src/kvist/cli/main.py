@@ -1,118 +1,33 @@
-"""`kvist`: the verbs together, and what every one of them does about errors."""
+"""Where the `kvist` process starts. It imports little, so that a Ctrl-C is handled from the first moment."""
 
 from __future__ import annotations
 
-import io
-import os
 import sys
-from collections.abc import Sequence
-from typing import Annotated
 
-import typer
-
-from kvist.cli.bench import app as bench
-from kvist.cli.chat import chat
-from kvist.cli.models import models
-from kvist.cli.output import print_error
-from kvist.cli.pull import pull
-from kvist.cli.run import run
-from kvist.errors import KvistError
-
-EXIT_ERROR = 2
-EXIT_BROKEN_PIPE = 1  # what typer exits with when the reader of a pipe has gone
-
-app = typer.Typer(
-    name="kvist",
-    help="Run open-weight language models, with the KV cache in your hands.",
-    context_settings={"help_option_names": ["-h", "--help"]},
-    add_completion=False,
-    rich_markup_mode=None,
-)
+from kvist.cli.interrupts import INTERRUPTED, end_at_once, take_signals
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
-        from importlib.metadata import version
+def main() -> int:
+    """Set the process up, run the command line and return the exit code.
 
-        print(f"kvist {version('kvist')}")
-        raise typer.Exit
-
-
-VersionOption = Annotated[
-    bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
-]
-
-
-@app.callback(invoke_without_command=True)
-def _kvist(context: typer.Context, version: VersionOption = False) -> None:
-    _help_when_alone(context)
-
-
-def _help_when_alone(context: typer.Context) -> None:
-    if context.invoked_subcommand is None:
-        print(context.get_help())
-
-
-for _verb in (run, chat, pull, models):
-    app.command()(_verb)
-app.add_typer(
-    bench,
-    name="bench",
-    callback=_help_when_alone,
-    invoke_without_command=True,
-    no_args_is_help=False,
-    help="Measure this machine.",
-)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code.
-
-    0 is success, 2 an error that the user can act on (one line on standard error), 130 an interruption by Ctrl-C. Any
-    other exception is a bug and passes through with its traceback.
+    130 is an interruption by Ctrl-C, 2 an error; `kvist.cli.app.command_line` gives the others.
     """
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that cannot show a character must not end the answer
     try:
-        code = typer.main.get_command(app).main(
-            args=None if argv is None else list(argv), prog_name="kvist", standalone_mode=False
-        )
-        sys.stdout.flush()
-    except KvistError as error:
-        return _fail(str(error))
-    except typer.TyperException as error:
-        return _fail(_usage_message(error))
-    except BrokenPipeError:
-        _drop_unwritable_output()
-        return EXIT_BROKEN_PIPE
-    except OSError as error:
-        _drop_unwritable_output()
-        return _fail(f"{error.strerror or error}" + (f": {error.filename}" if error.filename else ""))
-    return code if isinstance(code, int) else 0
+        take_signals()
+        from kvist.cli.output import print_error
+        from kvist.cli.streams import prepare_streams
 
+        prepare_streams()
+        if sys.stdout is None:
+            print_error("standard output is closed, so nothing can be shown: leave out >&-, or send it to a file")
+            return 2
+        from kvist.cli.app import command_line
 
-def _fail(message: str) -> int:
-    print_error(message)
-    return EXIT_ERROR
-
-
-def _usage_message(error: typer.TyperException) -> str:
-    """What was wrong with the arguments, in one line that ends in where to read more."""
-    message = error.format_message().rstrip(".")
-    context = getattr(error, "ctx", None)
-    command = context.command_path if context is not None else "kvist"
-    return f"{message[:1].lower()}{message[1:]} (see {command} --help)"
-
-
-def _drop_unwritable_output() -> None:
-    """Where standard output takes nothing more, send it nowhere: Python's flush at exit would fail once more."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
+        return command_line()
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    finally:
+        end_at_once()
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvist.cli.output import binary_size
+from kvist.cli.output import binary_size, table_console
 
 
 def models(
@@ -26,7 +26,6 @@ def models(
 
 def print_demo_models() -> None:
     """Print the demo models as a table on standard output."""
-    from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
@@ -34,15 +33,19 @@ def print_demo_models() -> None:
 
     table = Table(box=None, pad_edge=False, header_style="dim")
     for heading in ("demo model", "size", "pulled", "what it is"):
-        table.add_column(heading, justify="right" if heading == "size" else "left", no_wrap=heading != "what it is")
+        table.add_column(
+            heading,
+            justify="right" if heading == "size" else "left",
+            no_wrap=heading != "what it is",
+            overflow="fold",
+        )
     for model in DEMO_MODELS.values():
         description = f"{escape(model.description)}\n[dim]{escape(model.licence)}[/dim]"
         table.add_row(model.name, binary_size(model.num_bytes), "yes" if model.is_pulled else "no", description)
-    Console(highlight=False).print(table)
+    table_console().print(table)
 
 
 def _print_prepared_copies() -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -57,7 +60,7 @@ def _print_prepared_copies() -> None:
     table.add_column("weights", no_wrap=True)
     for copy in copies:
         table.add_row(Text(copy.source), binary_size(copy.num_bytes), copy.weights_format)
-    console = Console(highlight=False)
+    console = table_console()
     console.print()
     console.print(table)
     # A path is no use in pieces.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvist.cli.interrupts import signals_wait
 from kvist.config import KV_FORMATS, WEIGHTS_FORMATS, check_format, check_threads, parse_bytes
+from kvist.errors import OptionError
 from kvist.threads import wait_briefly
 
 if TYPE_CHECKING:
@@ -51,7 +54,7 @@ KVMemoryOption = Annotated[
     typer.Option(help="The most the cache may hold, like 512MiB.", metavar="SIZE", show_default="half of what is free"),
 ]
 ThreadsOption = Annotated[
-    int | None, typer.Option(help="Threads to compute with.", metavar="N", min=1, show_default="one per core")
+    int | None, typer.Option(help="Threads to compute with.", metavar="N", show_default="one per core")
 ]
 
 
@@ -67,10 +70,12 @@ def open_llm(model: str, *, weights_format: str, kv_format: str, kv_memory: str 
     if threads is not None:
         check_threads("--threads", threads)
 
+    _check_working_directory()
     wait_briefly()
     from kvist.cli.progress import progress_bar
-    from kvist.llm import LLM
 
+    with signals_wait():
+        from kvist.llm import LLM
     with progress_bar() as progress:
         return LLM(
             model,
@@ -80,3 +85,11 @@ def open_llm(model: str, *, weights_format: str, kv_format: str, kv_memory: str 
             threads=threads,
             progress=progress,
         )
+
+
+def _check_working_directory() -> None:
+    """Without one, the mathematical library that PyTorch calls ends the process in the midst of the first token."""
+    try:
+        Path.cwd()
+    except OSError:
+        raise OptionError("the folder that you are in is gone: change to another") from None

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Generator, Iterable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from rich.console import Console as RichConsole
+
     from kvist.llm import LLM
     from kvist.results import Completion, TextDelta
+
+_LEAST_WIDTH = 40
+_UNBOUNDED_WIDTH = 10_000
 
 
 @dataclass(frozen=True)
@@ -74,7 +80,7 @@ class Report:
         }
 
 
-def shown(deltas: Iterable[TextDelta]) -> Generator[TextDelta, None, None]:
+def written(deltas: Iterable[TextDelta]) -> Generator[TextDelta, None, None]:
     """Pass the deltas on and write their text to standard output as it comes, with a line break after the last."""
     text = ""
     try:
@@ -94,10 +100,22 @@ def print_statistics(statistics: dict[str, str]) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console = Console(stderr=True, highlight=False, soft_wrap=True, width=_UNBOUNDED_WIDTH)
     width = max(map(len, statistics))
     for label, value in statistics.items():
         console.print(Text.assemble((f"{label:<{width}}", "dim"), "  ", value))
+
+
+def table_console() -> RichConsole:
+    """Standard output for tables: as wide as the terminal, and without bounds where a program reads it."""
+    from rich.console import Console
+
+    return Console(highlight=False, width=screen_width() if sys.stdout.isatty() else _UNBOUNDED_WIDTH)
+
+
+def screen_width() -> int:
+    """Columns of the terminal, or as many as a table needs to be read where it has fewer, or claims to."""
+    return max(shutil.get_terminal_size().columns, _LEAST_WIDTH)
 
 
 def print_note(message: str) -> None:

@@ -1,4 +1,4 @@
-"""How far loading or pulling is: a bar on a terminal, plain lines or nothing elsewhere. All on standard error."""
+"""How far loading or pulling is: a bar on a terminal, nothing elsewhere. All on standard error."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _PATIENCE_S = 0.4
 
 
 @contextmanager
-def progress_bar(*, plain_lines: bool = False) -> Iterator[Progress]:
-    """A callback that draws a bar which is gone at the end; off a terminal it prints each stage once, or nothing."""
+def progress_bar() -> Iterator[Progress]:
+    """A callback that draws a bar which is gone at the end; off a terminal it does nothing."""
     if sys.stderr.isatty():
         bar = _Bar()
         try:
@@ -28,7 +28,9 @@ def progress_bar(*, plain_lines: bool = False) -> Iterator[Progress]:
         finally:
             bar.close()
     else:
-        yield _PlainLines() if plain_lines else _nothing
+        from kvist.loading.progress import no_progress
+
+        yield no_progress
 
 
 class _Bar:
@@ -54,20 +56,6 @@ class _Bar:
     def close(self) -> None:
         if self._bars is not None:
             self._bars.stop()
-
-
-class _PlainLines:
-    def __init__(self) -> None:
-        self._last_stage: str | None = None
-
-    def __call__(self, stage: str, done: int, total: int | None) -> None:
-        if stage != self._last_stage:
-            self._last_stage = stage
-            print(stage, file=sys.stderr, flush=True)
-
-
-def _nothing(stage: str, done: int, total: int | None) -> None:
-    pass
 
 
 def _start_bars() -> RichProgress:

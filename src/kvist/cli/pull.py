@@ -27,11 +27,13 @@ def pull(
 
         print_demo_models()
         return
-    known = DEMO_MODELS.get(name)
-    if known is not None and known.is_pulled:
-        print_note(f"{name} was there already")
-    elif known is not None:
-        print_note(f"{name} is {binary_size(known.num_bytes)} large, its licence: {known.licence}")
-    with progress_bar(plain_lines=True) as progress:
+    there_already = name in DEMO_MODELS and DEMO_MODELS[name].is_pulled
+    with progress_bar() as progress:
         path = fetch(name, progress)
+    model = DEMO_MODELS[name]
+    size = binary_size(model.num_bytes)
+    # Not before, so that a failure is one line.
+    print_note(
+        f"{name} was there already" if there_already else f"{name} is {size} large, its licence: {model.licence}"
+    )
     print(path)

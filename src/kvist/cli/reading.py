@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterator
 
@@ -11,27 +12,33 @@ from kvist.errors import PromptError
 
 
 def is_typed() -> bool:
-    """Whether standard input is a terminal."""
+    """Whether standard input is a terminal; `PromptError` if it is closed."""
+    if sys.stdin is None:
+        raise PromptError("standard input is closed: leave out <&-, or read from a file or a pipe")
     return sys.stdin.isatty()
 
 
-def checked(text: str) -> str:
-    """The text, if it can be encoded: bytes that are not UTF-8 reach Python as lone surrogates."""
+def checked(argument: str) -> str:
+    """The text of an argument; `PromptError` if it is not UTF-8.
+
+    Bytes that are no text in the locale reach Python as lone surrogates. In the locale C that is all but ASCII.
+    """
     try:
-        text.encode()
+        argument.encode()
     except UnicodeEncodeError:
-        raise _not_utf8() from None
-    return text
+        try:
+            return os.fsencode(argument).decode()
+        except UnicodeError:
+            raise _not_utf8() from None
+    return argument
 
 
 def read_all() -> str:
     """Standard input without its final line break, which echo and editors add."""
     if is_typed():
         print_note("type the prompt and end it with Ctrl-D on a line of its own")
-    try:
-        return checked(sys.stdin.read().removesuffix("\n"))
-    except UnicodeDecodeError:
-        raise _not_utf8() from None
+    with _reading_errors():
+        return sys.stdin.read().removesuffix("\n")
 
 
 def typed_lines(sign: str) -> Iterator[str]:
@@ -57,11 +64,22 @@ def typed_lines(sign: str) -> Iterator[str]:
 
 def piped_lines() -> Iterator[str]:
     """Lines of standard input, without their line breaks."""
+    while True:
+        with _reading_errors():
+            line = sys.stdin.readline()
+        if not line:
+            return
+        yield line.removesuffix("\n")
+
+
+@contextlib.contextmanager
+def _reading_errors() -> Iterator[None]:
     try:
-        for line in sys.stdin:
-            yield checked(line.removesuffix("\n"))
+        yield
     except UnicodeDecodeError:
         raise _not_utf8() from None
+    except OSError as error:
+        raise PromptError(f"standard input cannot be read: {error.strerror or error}") from error
 
 
 def _not_utf8() -> PromptError:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvist.cli import options
-from kvist.cli.output import Report, print_note, print_statistics, shown
+from kvist.cli.output import Report, print_note, print_statistics, written
 from kvist.cli.reading import checked, read_all
 from kvist.config import SamplingParams
 from kvist.errors import OptionError, PromptError
@@ -58,11 +58,12 @@ def run(
         top_k=top_k,
         min_p=min_p,
         repetition_penalty=repetition_penalty,
-        stop=tuple(stop or ()),
+        stop=tuple(map(checked, stop or ())),
         seed=seed,
     )
     if raw and system is not None:
         raise OptionError("--system has no place without a chat template: leave out --raw, or put it into the prompt")
+    system = None if system is None else checked(system)
     prompt = read_all() if prompt == "-" else checked(prompt)
     if not prompt:
         raise PromptError("the prompt is empty: give the text as an argument, or - to read it from standard input")
@@ -72,7 +73,9 @@ def run(
     )
     with closing(llm):
         deltas = _deltas(llm, prompt, system, raw, params)
-        report = Report.of(llm, _last_completion(deltas if json else shown(deltas)))
+        report = Report.of(llm, _last_completion(deltas if json else written(deltas)))
+        if not raw and not llm.tokenizer.has_chat_template:
+            print_note(f"{llm.model_name} has no chat template: it continued the prompt as it is (--raw)")
     if json:
         print(report.json())
     elif not quiet:
@@ -90,7 +93,6 @@ def _deltas(llm: LLM, prompt: str, system: str | None, raw: bool, params: Sampli
         return llm.stream_chat(messages, params)
     if system is not None:
         raise OptionError(f"{llm.model_name} has no chat template for --system: put it into the prompt")
-    print_note(f"{llm.model_name} has no chat template: it continues the prompt as it is (--raw)")
     return llm.stream(prompt, params)
 
 
