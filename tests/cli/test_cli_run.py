@@ -2,11 +2,7 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import signal
 import sys
-import types
-from contextlib import suppress
 
 import pytest
 
@@ -204,17 +200,3 @@ def test_interrupt_ends_with_130_and_closes_the_model(kvist, fake_llm):
     outcome = kvist("run", "hello")
     assert (outcome.code, outcome.out, outcome.err) == (130, "", "")
     assert fake_llm.closed == ["llm"]
-
-
-def test_interrupt_that_is_lost_while_pytorch_loads_ends_the_run_after_it(kvist, fake_llm, monkeypatch):
-    class Loading(types.ModuleType):
-        @property
-        def LLM(self) -> object:  # noqa: N802
-            with suppress(KeyboardInterrupt):  # as NumPy's import from C does
-                os.kill(os.getpid(), signal.SIGINT)
-            return fake_llm
-
-    monkeypatch.setitem(sys.modules, "kvist.llm", Loading("kvist.llm"))
-    outcome = kvist("run", "hello")
-    assert (outcome.code, outcome.out, outcome.err) == (130, "", "")
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvist.cli.interrupts import signals_wait
 from kvist.config import check_threads
 
 if TYPE_CHECKING:
@@ -35,9 +34,8 @@ def bandwidth(
     if threads is not None:
         check_threads("--threads", threads)
 
-    with signals_wait():
-        from kvist.bench.bandwidth import measure
-        from kvist.bench.machine import MachineFacts
+    from kvist.bench.bandwidth import measure
+    from kvist.bench.machine import MachineFacts
 
     result = measure(threads=threads, passes=passes)
     facts = MachineFacts.gather(result.threads)

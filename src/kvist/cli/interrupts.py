@@ -6,8 +6,6 @@ import atexit
 import os
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import FrameType
 
 INTERRUPTED = 128 + signal.SIGINT
@@ -16,6 +14,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # The first signal has this long to clean up before another one interrupts it: people press Ctrl-C more than once, and
 # a terminal that closes sends SIGHUP more than once.
 _CLEANUP_S = 2.0
+_LOOK_AGAIN_S = 0.02
 
 
 def take_signals() -> None:
@@ -23,46 +22,39 @@ def take_signals() -> None:
 
     So whatever ends the process, finally-blocks run: half-made files go away, and pip is ended. What the process was
     started to ignore (`nohup`) it ignores.
+
+    An import is finished first. Libraries lose an exception that comes in the midst of theirs, take it for another or
+    abort: PyTorch imports NumPy from C++.
     """
     cleaning_until_s = 0.0
+    waiting = signal.SIGINT
 
     def end(signum: int, frame: FrameType | None) -> None:
-        nonlocal cleaning_until_s
+        nonlocal cleaning_until_s, waiting
         now_s = time.monotonic()
         if now_s < cleaning_until_s:
+            return
+        if _is_importing(frame):
+            waiting = signal.Signals(signum)
+            signal.setitimer(signal.ITIMER_REAL, _LOOK_AGAIN_S)
             return
         cleaning_until_s = now_s + _CLEANUP_S
         if signum == signal.SIGINT:
             raise KeyboardInterrupt
         raise SystemExit(128 + signum)
 
+    signal.signal(signal.SIGALRM, lambda _, frame: end(waiting, frame))
     for signum in _SIGNALS:
         if signal.getsignal(signum) != signal.SIG_IGN:
             signal.signal(signum, end)
 
 
-@contextmanager
-def signals_wait() -> Iterator[None]:
-    """Within, a signal is only noted; it takes effect at the end.
-
-    For the import of PyTorch, which imports NumPy from C: there an exception is lost, or NumPy is left half loaded.
-    """
-    came: list[int] = []
-
-    def note(signum: int, frame: FrameType | None) -> None:
-        came.append(signum)
-
-    handlers = {signum: signal.getsignal(signum) for signum in _SIGNALS}
-    usual = {signum: handler for signum, handler in handlers.items() if callable(handler)}
-    try:
-        for signum in usual:
-            signal.signal(signum, note)
-        yield
-    finally:
-        for signum, handler in usual.items():
-            signal.signal(signum, handler)
-    for noted in came[:1]:
-        usual[signal.Signals(noted)](noted, None)
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def end_at_once() -> None:
@@ -71,6 +63,7 @@ def end_at_once() -> None:
     def leave(signum: int, frame: FrameType | None) -> None:
         os._exit(128 + signum)
 
+    signal.setitimer(signal.ITIMER_REAL, 0)
     for signum in _SIGNALS:
         if callable(signal.getsignal(signum)):
             signal.signal(signum, leave)

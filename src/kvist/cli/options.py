@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvist.cli.interrupts import signals_wait
 from kvist.config import KV_FORMATS, WEIGHTS_FORMATS, check_format, check_threads, parse_bytes
 from kvist.errors import OptionError
 from kvist.threads import wait_briefly
@@ -73,9 +72,8 @@ def open_llm(model: str, *, weights_format: str, kv_format: str, kv_memory: str 
     _check_working_directory()
     wait_briefly()
     from kvist.cli.progress import progress_bar
+    from kvist.llm import LLM
 
-    with signals_wait():
-        from kvist.llm import LLM
     with progress_bar() as progress:
         return LLM(
             model,
