@@ -11,6 +11,9 @@ from kvist.errors import OptionError, did_you_mean, shown
 
 WEIGHTS_FORMATS = ("bf16", "fp32")
 KV_FORMATS = ("bf16", "fp32")
+"""What a user may ask for."""
+STORAGE_FORMATS = ("bf16", "fp32", "int8", "int4")
+"""What a page can hold. The engine does not keep its cache in pages yet."""
 
 
 def check_format(option: str, value: str, known: tuple[str, ...]) -> str:
@@ -129,6 +132,78 @@ class CacheConfig:
     def __post_init__(self) -> None:
         check_format("kv_format", self.kv_format, KV_FORMATS)
         check_integer("memory_bytes", self.memory_bytes, 1)
+
+
+_SIDES = {"k": "keys", "v": "values"}
+
+
+@dataclass(frozen=True)
+class KVFormat:
+    """How keys and values are stored, each in one of `STORAGE_FORMATS`. `str()` gives the shortest text for it.
+
+    Args:
+        keys: the format of the keys.
+        values: the format of the values.
+    """
+
+    keys: str
+    values: str
+
+    def __post_init__(self) -> None:
+        for name in (self.keys, self.values):
+            check_format("kv_format", name, STORAGE_FORMATS)
+
+    @classmethod
+    def parse(cls, text: str) -> KVFormat:
+        """The format that a user names: one of `KV_FORMATS` for both, `bf16`, or one for each, `k=bf16,v=fp32`.
+
+        Raises:
+            OptionError: a name or side is unknown, a side is missing or named twice.
+        """
+        if "=" not in text:
+            name = check_format("kv_format", text.strip(), KV_FORMATS)
+            return cls(name, name)
+        formats: dict[str, str] = {}
+        for part in text.split(","):
+            letter, _, name = (word.strip() for word in part.partition("="))
+            if letter not in _SIDES:
+                raise OptionError(
+                    f"kv_format '{text}': '{part.strip()}' is neither k=FORMAT nor v=FORMAT; "
+                    f"write it like k={KV_FORMATS[0]},v={KV_FORMATS[1]}"
+                )
+            if letter in formats:
+                raise OptionError(f"kv_format '{text}' gives a format for the {_SIDES[letter]} twice: keep one")
+            formats[letter] = check_format("kv_format", name, KV_FORMATS)
+        for letter, side in _SIDES.items():
+            if letter not in formats:
+                raise OptionError(f"kv_format '{text}' gives no format for the {side}: add {letter}=FORMAT")
+        return cls(formats["k"], formats["v"])
+
+    def __str__(self) -> str:
+        return self.keys if self.keys == self.values else f"k={self.keys},v={self.values}"
+
+
+@dataclass(frozen=True)
+class PagedCacheConfig:
+    """How keys and values are kept in pages.
+
+    Args:
+        kv_format: how they are stored.
+        memory_bytes: the most that all sequences together may hold.
+        rewind_slack_tokens: how far a sequence can be rewound without losing what its windows see. They keep as many
+            tokens more.
+        max_step_tokens: the most tokens of a sequence in one step. Windows keep room for as many.
+    """
+
+    kv_format: KVFormat
+    memory_bytes: int
+    rewind_slack_tokens: int = 64
+    max_step_tokens: int = 2048
+
+    def __post_init__(self) -> None:
+        check_integer("memory_bytes", self.memory_bytes, 1)
+        check_integer("rewind_slack_tokens", self.rewind_slack_tokens, 0)
+        check_integer("max_step_tokens", self.max_step_tokens, 1)
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,18 @@ class StateError(KvistError):
     """An object is used in a way that its state does not allow: it is closed, has ended, or another thread uses it."""
 
 
+class SequenceError(KvistError, LookupError):
+    """A sequence of the KV cache is not open any more, or has changed under the view of a step."""
+
+
+class ReservationError(KvistError, ValueError):
+    """A step has more tokens than room was reserved for."""
+
+
+class RewindError(KvistError, ValueError):
+    """A sequence cannot be rewound to a position that it does not have."""
+
+
 class NumericsError(KvistError):
     """The model produced logits that are not numbers."""
 

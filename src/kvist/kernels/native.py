@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Protocol, TypedDict, cast
 
 from kvist.config import check_threads
 from kvist.errors import NativeError, OptionError
@@ -28,6 +28,27 @@ _BUFFER_PER_CACHE = 4
 _LEAST_BUFFER_BYTES = 256 * 2**20
 
 
+class StorageFormatFields(TypedDict):
+    """`StorageFormat` of csrc/page_layout.h."""
+
+    bits: int
+    codes_per_lane: int
+    scalars: int
+    scalar_bytes: int
+
+
+class PageLayoutFields(TypedDict):
+    """The constants of csrc/page_layout.h."""
+
+    version: int
+    slots: int
+    lanes: int
+    lane_bytes: int
+    int8_key_bias: int
+    most_head_dim: int
+    formats: dict[str, StorageFormatFields]
+
+
 class _Library(Protocol):
     """What `csrc/bindings.cpp` offers. Arguments out of bounds raise ValueError."""
 
@@ -37,6 +58,32 @@ class _Library(Protocol):
     def chosen_isa(self) -> str: ...
     def sum_words(self, words: torch.Tensor, num_threads: int) -> int: ...
     def read_rates(self, buffer_bytes: int, passes: int, num_threads: int) -> list[float]: ...
+    def page_layout(self) -> PageLayoutFields: ...
+    def takes_head_dim(self, format: str, head_dim: int) -> bool: ...
+    def group_dims(self, format: str, head_dim: int) -> int: ...
+    def head_layout(self, keys: str, values: str, head_dim: int) -> tuple[int, int, int, int, int]: ...
+    def code_place(self, side: str, format: str, head_dim: int, slot: int, dim: int) -> tuple[int, int]: ...
+    def scalar_place(self, format: str, slot: int, group: int, scalar: int) -> int: ...
+
+
+def _module() -> _Library:
+    """The native library as it is, no instruction set chosen yet.
+
+    Raises:
+        NativeError: it was not built.
+    """
+    # PyTorch first: it brings an OpenMP runtime under the name that the native library asks for, so that the two share
+    # one runtime and its threads. The other way round PyTorch would run on the system's, which may be too old for it.
+    wait_briefly()
+    import torch  # noqa: F401
+
+    try:
+        return cast("_Library", importlib.import_module("kvist.kernels._native"))
+    except ImportError as error:
+        raise NativeError(
+            f"the native library cannot be loaded ({error}): build it with 'pip install .' in Kvist's source folder, "
+            "which takes GCC 11, Clang 12 or later and Python's headers"
+        ) from error
 
 
 @functools.cache
@@ -46,18 +93,7 @@ def _library() -> _Library:
     Raises:
         NativeError: it was not built, or has no instruction set that fits this CPU and `KVIST_MAX_ISA`.
     """
-    # PyTorch first: it brings an OpenMP runtime under the name that the native library asks for, so that the two share
-    # one runtime and its threads. The other way round PyTorch would run on the system's, which may be too old for it.
-    wait_briefly()
-    import torch  # noqa: F401
-
-    try:
-        library = cast("_Library", importlib.import_module("kvist.kernels._native"))
-    except ImportError as error:
-        raise NativeError(
-            f"the native library cannot be loaded ({error}): build it with 'pip install .' in Kvist's source folder, "
-            "which takes GCC 11, Clang 12 or later and Python's headers"
-        ) from error
+    library = _module()
     max_isa = os.environ.get(MAX_ISA_VARIABLE, "")
     try:
         library.choose_isa(max_isa)
@@ -152,3 +188,36 @@ def _threads(num_threads: int | None) -> int:
 def _check_between(name: str, value: int, least: int, most: int) -> None:
     if not least <= value <= most:
         raise OptionError(f"{name} is {value}: it must be from {least} to {most}")
+
+
+# --- the bytes of a page: csrc/page_layout.h, read through the library so that they stand in one place ----------------
+
+
+def page_layout() -> PageLayoutFields:
+    """The constants of the page layout and its storage formats. No instruction set is needed for it, or chosen."""
+    return _module().page_layout()
+
+
+def takes_head_dim(storage_format: str, head_dim: int) -> bool:
+    """Whether heads of this size can be stored so."""
+    return _module().takes_head_dim(storage_format, head_dim)
+
+
+def group_dims(storage_format: str, head_dim: int) -> int:
+    """The dims of a head that share scalars."""
+    return _module().group_dims(storage_format, head_dim)
+
+
+def head_layout(keys: str, values: str, head_dim: int) -> tuple[int, int, int, int, int]:
+    """Where a KV head's key codes, key scales, value codes and value scales start in it, and its bytes."""
+    return _module().head_layout(keys, values, head_dim)
+
+
+def code_place(side: str, storage_format: str, head_dim: int, slot: int, dim: int) -> tuple[int, int]:
+    """The byte in its region, and the lowest bit in that byte, of one code of the `keys` or `values`."""
+    return _module().code_place(side, storage_format, head_dim, slot, dim)
+
+
+def scalar_place(storage_format: str, slot: int, group: int, scalar: int) -> int:
+    """The byte in its region of one scalar of a group of dims."""
+    return _module().scalar_place(storage_format, slot, group, scalar)

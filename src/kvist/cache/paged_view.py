@@ -1,0 +1,183 @@
+"""What the layers of one step see of the KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvist.cache.page_codec import PageCodec
+from kvist.cache.page_layout import PAGE_SLOTS, LayerGroup
+from kvist.cache.page_pool import PagePool
+from kvist.cache.page_table import PageRules, PageTable, pages_of
+from kvist.errors import SequenceError
+
+
+@dataclass(frozen=True)
+class Span:
+    """A run of consecutive new tokens of one sequence in a step."""
+
+    sequence_id: int
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class CacheGroup:
+    """A layer group of the cache.
+
+    Attributes:
+        layers: the group's layers and window.
+        codec: between tensors and the bytes of its pages.
+        pool: its pages.
+        rules: how many pages its sequences need.
+    """
+
+    layers: LayerGroup
+    codec: PageCodec
+    pool: PagePool
+    rules: PageRules
+
+
+@dataclass(eq=False)
+class CachedSequence:
+    """A sequence in the cache. Only the cache changes it.
+
+    Attributes:
+        tables: its pages in each group.
+        length: tokens whose keys and values are committed.
+        reserved: tokens that it may grow to, `length` at least.
+        changes: how often something happened to it after which a view asked for before is of no use any more.
+    """
+
+    tables: tuple[PageTable, ...]
+    length: int = 0
+    reserved: int = 0
+    changes: int = 0
+
+
+class PagedView:
+    """What the layers of one step write to and read from.
+
+    Args:
+        groups: the cache's groups.
+        spans: the step's runs of tokens.
+        sequences: the sequence of each span. Their pages for the step are there.
+        device: where tensors are made.
+
+    Attributes:
+        spans: the step's runs of tokens, in the order in which they are packed into `T`.
+        row_starts: for each span, its first row in `T`.
+        first_positions: for each span, the position of its first token in its sequence.
+        sequences: for each span, its sequence.
+        num_tokens: `T`.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[CacheGroup],
+        spans: Sequence[Span],
+        sequences: Sequence[CachedSequence],
+        device: torch.device,
+    ) -> None:
+        self.spans = tuple(spans)
+        self.sequences = tuple(sequences)
+        self.first_positions = tuple(sequence.length for sequence in sequences)
+        self.row_starts = tuple(sum(span.num_tokens for span in spans[:i]) for i in range(len(spans)))
+        self.num_tokens = sum(span.num_tokens for span in spans)
+        self._changes = tuple(sequence.changes for sequence in sequences)
+        self._groups = tuple(groups)
+        # For each layer its group, and its place in the group's pages.
+        self._places = {
+            layer: (group, row) for group, of in enumerate(groups) for row, layer in enumerate(of.layers.layers)
+        }
+        positions: list[int] = []
+        for first, span in zip(self.first_positions, spans, strict=True):
+            positions.extend(range(first, first + span.num_tokens))
+        self._positions = torch.tensor(positions, dtype=torch.int64, device=device)
+        self._slots = self._positions % PAGE_SLOTS
+        self._write_pages = [
+            torch.tensor(self._pages_of_rows(group), dtype=torch.int64, device=device) for group in range(len(groups))
+        ]
+
+    def positions(self) -> torch.Tensor:
+        """Each token's position in its own sequence, `[T]` int64."""
+        return self._positions
+
+    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store this step's keys and values `[T, K, D]` of a layer, in the cache's format.
+
+        Raises:
+            SequenceError: a sequence of the step was committed, rewound or released since the view was made.
+        """
+        self.check_current()
+        group, row = self._places[layer]
+        codec, pool = self._groups[group].codec, self._groups[group].pool
+        codec.write(pool.pages, row, self._write_pages[group], self._slots, k, v)
+
+    def read_split(self, layer: int, index: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a run of positions of span `index`'s sequence, this step's included.
+
+        Args:
+            layer: whose.
+            index: of the span.
+            start: the first position, the first of a page.
+            stop: the one after the last. It may lie beyond the sequence's end.
+
+        Returns:
+            `[K, stop - start, D]` float32 each. All zeros beyond the sequence's end, and where pages were dropped
+            since no query sees them.
+
+        Raises:
+            SequenceError: as `write`.
+        """
+        if start % PAGE_SLOTS:
+            raise ValueError(f"start is {start}: it must be a multiple of {PAGE_SLOTS}")
+        self._check_current(index)
+        group, row = self._places[layer]
+        codec, pool, table = self._groups[group].codec, self._groups[group].pool, self.sequences[index].tables[group]
+        end = min(stop, self.first_positions[index] + self.spans[index].num_tokens)
+        first, last = max(start // PAGE_SLOTS, table.first), min(pages_of(end), table.stop)
+        pages = table.tensor()[max(0, first - table.first) : max(0, last - table.first)]
+        k, v = codec.read(pool.pages, row, pages)
+        at = first * PAGE_SLOTS - start
+        return _placed(k, at, end - start, stop - start), _placed(v, at, end - start, stop - start)
+
+    def check_current(self) -> None:
+        """Raise `SequenceError` where a sequence was committed, rewound or released since the view was made."""
+        for index in range(len(self.spans)):
+            self._check_current(index)
+
+    def _check_current(self, index: int) -> None:
+        if self.sequences[index].changes != self._changes[index]:
+            raise SequenceError(
+                f"sequence {self.spans[index].sequence_id} was committed, rewound or released since this view was "
+                "made: ask for another"
+            )
+
+    def _pages_of_rows(self, group: int) -> list[int]:
+        """For each row of `T` the page that its token is written to."""
+        pages: list[int] = []
+        for first, span, sequence in zip(self.first_positions, self.spans, self.sequences, strict=True):
+            table, stop = sequence.tables[group], first + span.num_tokens
+            for number in range(first // PAGE_SLOTS, pages_of(stop)):
+                rows = min(stop, (number + 1) * PAGE_SLOTS) - max(first, number * PAGE_SLOTS)
+                pages += [table.pages[number - table.first]] * rows
+        return pages
+
+
+def _placed(tensor: torch.Tensor, at: int, end: int, size: int) -> torch.Tensor:
+    """A tensor `[K, size, D]` that holds `[K, n, D]` from position `at` to before `end`, and zeros elsewhere.
+
+    What a page holds beyond the end may be anything, infinite or no number at all: it is overwritten, not multiplied.
+    """
+    if at == 0 and tensor.shape[1] >= size:
+        whole = tensor[:, :size]
+        if end < size:
+            whole[:, max(0, end) :] = 0
+        return whole
+    placed = tensor.new_zeros(tensor.shape[0], size, tensor.shape[2])
+    stop = min(end, at + tensor.shape[1])
+    if at < stop:
+        placed[:, at:stop] = tensor[:, : stop - at]
+    return placed
