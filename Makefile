@@ -73,4 +73,4 @@ $(VENV)/pyvenv.cfg:
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
