@@ -21,7 +21,7 @@ def spin_count(code: str, **environment: str) -> str:
 
 @pytest.mark.parametrize("code", ["from kvist import LLM", "from kvist.kernels import native; native.isa()"])
 def test_it_is_set_before_pytorch_is_loaded(code: str) -> None:
-    assert spin_count(code) == "1000"
+    assert spin_count(code) == "10000"
 
 
 def test_what_the_environment_says_is_kept() -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import sys
 
-# Turns of a loop of some nanoseconds each: as long as a thread with a core of its own is late. libgomp's default is 300
+# Turns of a loop of some nanoseconds each: as long as a thread with a core of its own is late. libgomp's default is 30
 # times as long.
-_SPINS = "1000"
+_SPINS = "10000"
 
 
 def wait_briefly() -> None:
-    """Let OpenMP's threads spin for microseconds before they sleep, where the environment does not say otherwise.
+    """Let OpenMP's threads spin for tens of microseconds before they sleep, where the environment does not say otherwise.
 
     A model has hundreds of parallel operations per token, and at the end of each the threads wait for the slowest. By
     default libgomp's spin for milliseconds; beside any other busy program they then keep from the core the very thread
