@@ -11,7 +11,7 @@ _SPINS = "10000"
 
 
 def wait_briefly() -> None:
-    """Let OpenMP's threads spin for tens of microseconds before they sleep, where the environment does not say otherwise.
+    """Let OpenMP's threads spin for tens of microseconds before they sleep, unless the environment says how.
 
     A model has hundreds of parallel operations per token, and at the end of each the threads wait for the slowest. By
     default libgomp's spin for milliseconds; beside any other busy program they then keep from the core the very thread
