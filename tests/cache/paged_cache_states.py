@@ -3,8 +3,9 @@
 The groups are like Gemma's, a full one beside windows, with pages of a few kilobytes and a budget of a few dozen pages.
 Keys and values follow from a token alone and are exact in the cache's format, so that every reading is known.
 
-Not collected by its name: run it with `pytest tests/cache/paged_cache_states.py`. It passes by itself, but failed when it
-ran after the rest of tests/cache in one process, which is not understood yet. It returns with the engine's move to pages.
+Not collected by its name: run it with `pytest tests/cache/paged_cache_states.py`. It passes by itself, but failed when
+it ran after the rest of tests/cache in one process, which is not understood yet. It returns with the engine's move to
+pages.
 """
 
 from __future__ import annotations
