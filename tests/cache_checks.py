@@ -7,15 +7,15 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+from kvist.cache.kv_cache import KVCache
 from kvist.cache.page_layout import PAGE_SLOTS
 from kvist.cache.page_pool import PagePool
-from kvist.cache.paged_cache import PagedKVCache
 
 _PAGEMAP = Path("/proc/self/pagemap")
 _IN_MEMORY_OR_SWAPPED = 3 << 62
 
 
-def check_books(cache: PagedKVCache) -> None:
+def check_books(cache: KVCache) -> None:
     """Every page is free or in use, its owners are those that have it, and the account is within the budget."""
     sequences = list(cache._sequences.values())
     for index, group in enumerate(cache.groups):

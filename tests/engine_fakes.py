@@ -10,8 +10,12 @@ from typing import cast
 
 import torch
 
+from kvist.cache.kv_cache import CacheView, kv_bytes_per_token
+from kvist.cache.page_layout import PAGE_SLOTS
+from kvist.cache.page_pool import page_stride
 from kvist.config import ModelConfig
 from kvist.errors import PromptError
+from kvist.kv_format import LayerFormats
 from kvist.llm import LLM
 from kvist.loading import LoadedModel
 from kvist.loading.chat_template import Message
@@ -39,7 +43,14 @@ def tiny_config(max_context: int = 1024) -> ModelConfig:
     )
 
 
-BYTES_PER_TOKEN = 16  # bf16: 2 layers x keys and values x 2 dims x 2 bytes
+BYTES_PER_TOKEN = kv_bytes_per_token(tiny_config().layers, LayerFormats.parse("bf16"))
+PAGE_BYTES = page_stride(BYTES_PER_TOKEN * PAGE_SLOTS)
+
+
+def memory_for(num_tokens: int) -> int:
+    """The budget that so many tokens of one sequence fit into: a multiple of 64 of them."""
+    assert num_tokens % PAGE_SLOTS == 0
+    return num_tokens // PAGE_SLOTS * PAGE_BYTES
 
 
 class HashingDecoder:
@@ -67,9 +78,13 @@ class HashingDecoder:
     def _readings(self, inputs: StepInputs, row: int) -> list[torch.Tensor]:
         """Keys and values `[1, L, 2]` of both layers, up to the row's token."""
         view = inputs.cache
+        assert isinstance(view, CacheView)
         index = max(i for i, start in enumerate(view.row_starts) if start <= row)
         length = view.first_positions[index] + row - view.row_starts[index] + 1
-        return [tensor[:, :length].float() for layer in range(2) for tensor in view.read(layer, index)]
+        whole = -(-length // PAGE_SLOTS) * PAGE_SLOTS
+        return [
+            tensor[:, :length] for layer in range(2) for tensor in view.read_split(layer, index, start=0, stop=whole)
+        ]
 
     def _logits(self, inputs: StepInputs, row: int) -> torch.Tensor:
         seed = 0

@@ -15,7 +15,8 @@ SOURCE = Path(__file__).parents[1] / "src" / "kvist"
 # From the ground up. A module may import its own layer and those below: at the top, in a function and for types alike.
 LAYERS = (
     ("errors",),
-    ("checks", "memory"),
+    ("checks",),
+    ("kv_format", "memory"),
     ("config", "threads"),
     ("results",),
     ("kernels",),

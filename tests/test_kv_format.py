@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvist import config
-from kvist.config import STORAGE_FORMATS, KVFormat
 from kvist.errors import OptionError
+from kvist.kv_format import KVFormat, LayerFormats
 
 
 @pytest.mark.parametrize(
@@ -50,7 +49,65 @@ def test_a_kv_format_that_means_nothing_is_refused(text: str, message: str) -> N
     assert str(error.value).startswith(message)
 
 
-def test_what_users_may_ask_for_can_be_stored() -> None:
-    assert set(config.KV_FORMATS) <= set(STORAGE_FORMATS)
+def test_a_format_is_checked_however_it_is_made() -> None:
     with pytest.raises(OptionError, match="unknown kv_format 'int9'"):
         KVFormat("int9", "bf16")
+
+
+# --- formats by layer -------------------------------------------------------------------------------------------------
+
+INT4, INT8, APART = KVFormat("int4", "int4"), KVFormat("int8", "int8"), KVFormat("int8", "int4")
+
+
+@pytest.mark.parametrize(
+    ("text", "formats", "shortest"),
+    [
+        ("int4", [INT4, INT4, INT4, INT4], "int4"),
+        ("k=int8,v=int4", [APART] * 4, "k=int8,v=int4"),
+        ("int4/0:int8", [INT8, INT4, INT4, INT4], "int4/0:int8"),
+        ("int4/0,1,3:int8", [INT8, INT8, INT4, INT8], "int4/0-1,3:int8"),
+        ("int4 / 3 : int8 / 0 - 1 : k=int8,v=int4", [APART, APART, INT4, INT8], "int4/0-1:k=int8,v=int4/3:int8"),
+        ("int4/1:int4", [INT4] * 4, "int4"),
+    ],
+)
+def test_formats_by_layer_are_read_and_written(text: str, formats: list[KVFormat], shortest: str) -> None:
+    by_layer = LayerFormats.parse(text)
+    assert list(by_layer.of(4)) == formats
+    assert str(by_layer) == shortest
+    assert LayerFormats.parse(shortest).of(4) == by_layer.of(4)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("int5", "unknown kv_format 'int5': did you mean"),
+        ("int4/int8", "'int8' is not LAYERS:FORMAT; write it like int4/0-1,29:int8"),
+        ("int4/", "'' is not LAYERS:FORMAT"),
+        ("/0:int8", "unknown kv_format ''"),
+        ("int4/0:int9", "unknown kv_format 'int9'"),
+        ("int4/:int8", "'' is no layer"),
+        ("int4/-1:int8", "'-1' is no layer"),
+        ("int4/first:int8", "'first' is no layer"),
+        ("int4/3-1:int8", "'3-1' is no run of layers"),
+        ("int4/0-999999999:int8", "'0-999999999' is no run of layers"),
+        ("int4/0-2:int8/2:bf16", "gives a format for layer 2 twice: keep one"),
+        (8, "kv_format is 8: it must be a text like 'int8'"),
+    ],
+)
+def test_formats_by_layer_that_mean_nothing_are_refused(text: str, message: str) -> None:
+    with pytest.raises(OptionError) as error:
+        LayerFormats.parse(text)
+    assert message in str(error.value)
+
+
+def test_a_layer_that_the_model_does_not_have_is_refused() -> None:
+    with pytest.raises(OptionError, match="names layer 4: the model has 4 layers, 0 to 3"):
+        LayerFormats.parse("int4/4:int8").of(4)
+
+
+@pytest.mark.parametrize(
+    ("text", "quantised"),
+    [("bf16", False), ("int8", True), ("k=bf16,v=int4", False), ("k=int4,v=bf16", True), ("bf16/1:int8", True)],
+)
+def test_who_needs_static_values_says_so(text: str, quantised: bool) -> None:
+    assert LayerFormats.parse(text).quantised_keys is quantised

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import kvist
-from engine_fakes import BYTES_PER_TOKEN, END, ByteTokenizer, HashingDecoder, fake_llm, scripted
+from engine_fakes import BYTES_PER_TOKEN, END, PAGE_BYTES, ByteTokenizer, HashingDecoder, fake_llm, scripted
 from kvist import LLM, Completion, SamplingParams, TextDelta
 from kvist.errors import CacheFullError, ContextFullError, OptionError, PromptError, StateError
 from kvist.models.step_inputs import StepInputs
@@ -33,7 +33,7 @@ def test_one_prompt_gives_its_completion() -> None:
         prompt_tokens=4,
         completion_tokens=3,
         cached_tokens=0,
-        kv_bytes=6 * BYTES_PER_TOKEN,
+        kv_bytes=PAGE_BYTES,
         kv_bytes_per_token=BYTES_PER_TOKEN,
         timings=timings,
         logprobs=None,
@@ -103,7 +103,6 @@ def test_a_cut_character_ends_the_text_as_a_replacement() -> None:
 def test_what_ends_a_text(params: SamplingParams, text: str, reason: str, tokens: int) -> None:
     completion = answering("one two", "abc").generate("abc", params)
     assert (completion.text, completion.finish_reason, completion.completion_tokens) == (text, reason, tokens)
-    assert completion.kv_bytes == (4 + tokens - 1) * BYTES_PER_TOKEN
 
 
 def test_ignore_eos_goes_on_and_shows_no_special_token() -> None:
@@ -210,7 +209,7 @@ def test_a_prompt_beyond_the_context_has_an_error_of_its_own_kind() -> None:
 def test_a_stream_refuses_at_once() -> None:
     with pytest.raises(PromptError, match="empty"):
         fake_llm().stream("")
-    with pytest.raises(CacheFullError, match="the cache holds 65,536 tokens"):
+    with pytest.raises(CacheFullError, match="the cache holds 8,192 tokens"):
         fake_llm(max_context=10**6).stream("abc", SamplingParams(max_tokens=10**5))
 
 
@@ -267,14 +266,20 @@ def test_options_are_checked_before_anything_is_loaded(options: dict[str, object
 
 def test_the_cache_takes_half_of_the_available_memory_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fake_llm(kv_memory="2MiB").kv_memory_bytes == 2 << 20
-    monkeypatch.setattr("kvist.llm.available_bytes", lambda: 6 << 20)
+    monkeypatch.setattr("kvist.memory.available_bytes", lambda: 6 << 20)
     assert fake_llm(kv_memory=None).kv_memory_bytes == 3 << 20
 
 
-def test_a_machine_that_is_full_refuses_requests_and_not_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvist.llm.available_bytes", lambda: 0)
-    with pytest.raises(CacheFullError, match="raise kv_memory"):
-        fake_llm(kv_memory=None).generate("abc")
+def test_a_machine_that_is_full_says_what_the_cache_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvist.memory.available_bytes", lambda: 0)
+    with pytest.raises(OptionError, match="kv_memory is 1 bytes: it must be at least 8,192, a page of 64 tokens"):
+        fake_llm(kv_memory=None)
+
+
+@pytest.mark.parametrize(("prompt", "pages"), [(1, 1), (63, 1), (64, 1), (65, 2), (129, 3)])
+def test_the_memory_of_a_text_is_that_of_its_pages(prompt: int, pages: int) -> None:
+    completion = fake_llm().generate([1] * prompt, SamplingParams(max_tokens=1))
+    assert (completion.kv_bytes, completion.kv_bytes_per_token) == (pages * PAGE_BYTES, BYTES_PER_TOKEN)
 
 
 def test_threads_are_those_of_pytorch() -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvist.memory import available_bytes
+from kvist.errors import OptionError
+from kvist.memory import MemoryBudget, available_bytes
 
 V2 = ("memory.max", "memory.current", "inactive_file")
 V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
@@ -74,3 +75,45 @@ def test_read_files_that_may_be_forgotten_are_room(
 def test_a_group_that_is_over_its_limit_leaves_nothing(tmp_path: Path) -> None:
     group(tmp_path, V2, str(GIB), 2 * GIB)
     assert available(tmp_path, "0::/\n") == 0
+
+
+# --- what a user says -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("512MiB", 512 * 2**20),
+        ("2GB", 2 * 10**9),
+        ("1.5 KiB", 1536),
+        ("7", 7),
+        (4096, 4096),
+        ("1TiB", 2**40),
+        ("1TB", 10**12),
+        ("1.5t", 1_500_000_000_000),
+    ],
+)
+def test_sizes_are_read(text: str | int, size: int) -> None:
+    assert MemoryBudget.parse(text) == MemoryBudget(num_bytes=size)
+    assert MemoryBudget.parse(text).resolve() == size
+
+
+@pytest.mark.parametrize(
+    ("given", "size"), [(None, 500), ("50%", 500), ("12.5 %", 125), (0.25, 250), (1.0, 1000), ("100%", 1000), (1e-9, 1)]
+)
+def test_shares_are_of_what_is_free_when_it_is_asked_for(given: str | float | None, size: int) -> None:
+    assert MemoryBudget.parse(given).resolve(lambda: 1000) == size
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        *("", "-1", "0", "1 parsec", "MiB", "1e9", "nan", "0.1", "0%", "101%", "%", "50%%", "9" * 400, "9e99TiB", "٣"),
+        *(True, -5, 0, 0.0, 1.5, -0.5, float("nan"), float("inf"), 10**400, 10**5000, b"1", [1]),
+    ],
+    ids=lambda given: f"{type(given).__name__} {str(given)[:9] if not isinstance(given, int) else given % 1000}",
+)
+def test_what_is_no_size_is_refused(given: str) -> None:
+    with pytest.raises(OptionError, match="is not a size in bytes") as caught:
+        MemoryBudget.parse(given)
+    assert len(str(caught.value)) < 200

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import pytest
 import torch
 
-from kvist.attention.attend_pages import attend_pages
-from kvist.cache.paged_cache import PagedKVCache, Span
-from kvist.config import STORAGE_FORMATS, KVFormat, LayerConfig, PagedCacheConfig
+from key_texts import statics_of
+from kvist.attention.attend import attend_splits
+from kvist.cache.kv_cache import KVCache, Span
+from kvist.config import CacheConfig, LayerConfig
+from kvist.kernels.key_statics import KeyStatics
+from kvist.kv_format import KV_FORMATS, KVFormat, LayerFormats
 
 
 @dataclass(frozen=True)
@@ -21,7 +25,7 @@ class Shape:
 
 
 SMOLLM2, GEMMA = Shape(9, 3, 64), Shape(4, 1, 256)
-FORMATS = [*(KVFormat(name, name) for name in STORAGE_FORMATS), KVFormat("int8", "int4")]
+FORMATS = [*(KVFormat(name, name) for name in KV_FORMATS), KVFormat("int8", "int4")]
 CASES = [
     *((SMOLLM2, kv_format) for kv_format in FORMATS),
     *((shape, FORMATS[0]) for shape in (GEMMA, Shape(4, 4, 80), Shape(4, 2, 96), Shape(8, 1, 128), Shape(4, 2, 8))),
@@ -38,7 +42,11 @@ class Text:
     def __init__(self, shape: Shape, kv_format: KVFormat, length: int = LENGTH, seed: int = 0) -> None:
         self.shape, self.length = shape, length
         self.layers = [LayerConfig(shape.num_kv_heads, shape.head_dim, window) for window in WINDOWS]
-        self.cache = PagedKVCache(self.layers, PagedCacheConfig(kv_format, 1 << 28))
+        self.cache = KVCache(
+            self.layers,
+            CacheConfig(LayerFormats(kv_format), 1 << 28),
+            key_statics=[_statics(shape)] * len(self.layers),
+        )
         self.q, self.k, self.v = self.random(length, seed)
 
     def random(self, length: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -58,7 +66,7 @@ class Text:
         for index, layer in enumerate(self.layers):
             view.write(index, k, v)
             mixed.append(
-                attend_pages(
+                attend_splits(
                     q,
                     view,
                     index,
@@ -85,6 +93,11 @@ class Text:
         stop = self.length if stop is None else stop
         stops = [*range(self.cache.length(sequence) + size, stop, size), stop]
         return torch.cat([self.step(self.part(sequence, each))[0] for each in stops], dim=1)
+
+
+@cache
+def _statics(shape: Shape) -> KeyStatics:
+    return statics_of(shape.head_dim, shape.num_kv_heads)
 
 
 def _name(case: tuple[Shape, KVFormat]) -> str:
@@ -117,7 +130,7 @@ def alone() -> dict[tuple[Shape, KVFormat], torch.Tensor]:
 
 @pytest.fixture
 def expected(text: Text, alone: dict[tuple[Shape, KVFormat], torch.Tensor]) -> torch.Tensor:
-    return alone[text.shape, text.cache.config.kv_format]
+    return alone[text.shape, text.cache.formats[0]]
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])

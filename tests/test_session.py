@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from engine_fakes import BYTES_PER_TOKEN, AnsweringDecoder, ByteTokenizer, HashingDecoder, echo, fake_llm
+from engine_fakes import AnsweringDecoder, ByteTokenizer, HashingDecoder, echo, fake_llm, memory_for
 from kvist import Completion, SamplingParams, Session
 from kvist.errors import CacheFullError, ContextFullError, PromptError, StateError
 from kvist.models.step_inputs import StepInputs
@@ -342,23 +342,30 @@ def test_a_context_that_is_full_says_what_is_left() -> None:
 
 
 def test_a_cache_that_is_full_leaves_the_session_as_it_was() -> None:
-    llm = fake_llm(AnsweringDecoder(echo), kv_memory=100 * BYTES_PER_TOKEN)
+    llm = fake_llm(AnsweringDecoder(echo), kv_memory=memory_for(192))
     session, other = llm.session(), llm.session()
     session.chat("hello", SamplingParams(max_tokens=10))
     other.chat("there", SamplingParams(max_tokens=40))
     messages, length = list(session.messages), session.length
     with pytest.raises(CacheFullError) as caught:
-        session.chat("x", SamplingParams(max_tokens=60))
+        session.chat("x", SamplingParams(max_tokens=130))
     assert str(caught.value).startswith(
-        "the request needs room for 79 tokens (0.0 MiB), but open sessions hold 49 tokens (0.0 MiB) of the cache and "
-        "leave 51: "
+        "the request needs room for 149 tokens (24.0 KiB), but open sessions hold 8.0 KiB of the cache and leave "
+        "16.0 KiB: close or reset a session"
     )
-    with pytest.raises(CacheFullError, match="the cache holds 100 tokens"):
-        session.chat("x", SamplingParams(max_tokens=90))
+    with pytest.raises(CacheFullError, match="the cache holds 192 tokens"):
+        session.chat("x", SamplingParams(max_tokens=190))
     assert (session.messages, session.length) == (messages, length)
     assert session.chat("y", SamplingParams(max_tokens=3)).cached_tokens == length
     other.close()
-    assert session.chat("x", SamplingParams(max_tokens=50)).text == "x"
+    assert session.chat("x", SamplingParams(max_tokens=130)).text == "x"
+
+
+def test_a_session_keeps_its_tokens_and_no_room_for_more() -> None:
+    llm = fake_llm(AnsweringDecoder(echo))
+    session = llm.session()
+    session.chat("hello", SamplingParams(max_tokens=500))
+    assert llm.kv_used_bytes == memory_for(64)
 
 
 def test_two_threads_do_not_share_a_session() -> None:

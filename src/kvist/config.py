@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvist.checks import biases, check_integer, check_number, in_words, is_integer, strings, token_ids
-from kvist.errors import OptionError, did_you_mean, shown
+from kvist.checks import biases, check_integer, check_number, in_words, strings, token_ids
+from kvist.errors import OptionError, did_you_mean
+from kvist.kv_format import LayerFormats
 
 WEIGHTS_FORMATS = ("bf16", "fp32")
-KV_FORMATS = ("bf16", "fp32")
-"""What a user may ask for."""
-STORAGE_FORMATS = ("bf16", "fp32", "int8", "int4")
-"""What a page can hold. The engine does not keep its cache in pages yet."""
 
 
 def check_format(option: str, value: str, known: tuple[str, ...]) -> str:
@@ -93,109 +89,20 @@ class ModelConfig:
 
 # --- the cache and the engine -----------------------------------------------------------------------------------------
 
-_BYTE_UNITS = {
-    "": 1, "b": 1,
-    "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9, "t": 10**12, "tb": 10**12,
-    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
-}  # fmt: skip
-
-# What 64 bits can count.
-_MOST_BYTES = 2**63 - 1
-
-
-def parse_bytes(text: str | int) -> int:
-    """Bytes from `"512MiB"`, `"2GB"` or a plain number; `OptionError` if it is no positive size."""
-    given = in_words(text) if is_integer(text) else str(text)
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", given.lower())
-    if match is None or match[2] not in _BYTE_UNITS:
-        raise OptionError(f"{shown(given)} is not a size in bytes: write it like 512MiB or 2GB")
-    size = float(match[1]) * _BYTE_UNITS[match[2]]  # infinite where it overflows
-    if size < 1:
-        raise OptionError(f"{shown(given)} is not a size in bytes: it must be positive, like 512MiB")
-    if size > _MOST_BYTES:
-        raise OptionError(f"{shown(given)} is not a size in bytes that any machine has: write it like 512MiB or 2GB")
-    return int(size)
-
 
 @dataclass(frozen=True)
 class CacheConfig:
     """How keys and values are kept.
 
     Args:
-        kv_format: how they are stored, one of `KV_FORMATS`.
-        memory_bytes: the most that all sequences together may hold.
-    """
-
-    kv_format: str
-    memory_bytes: int
-
-    def __post_init__(self) -> None:
-        check_format("kv_format", self.kv_format, KV_FORMATS)
-        check_integer("memory_bytes", self.memory_bytes, 1)
-
-
-_SIDES = {"k": "keys", "v": "values"}
-
-
-@dataclass(frozen=True)
-class KVFormat:
-    """How keys and values are stored, each in one of `STORAGE_FORMATS`. `str()` gives the shortest text for it.
-
-    Args:
-        keys: the format of the keys.
-        values: the format of the values.
-    """
-
-    keys: str
-    values: str
-
-    def __post_init__(self) -> None:
-        for name in (self.keys, self.values):
-            check_format("kv_format", name, STORAGE_FORMATS)
-
-    @classmethod
-    def parse(cls, text: str) -> KVFormat:
-        """The format that a user names: one of `KV_FORMATS` for both, `bf16`, or one for each, `k=bf16,v=fp32`.
-
-        Raises:
-            OptionError: a name or side is unknown, a side is missing or named twice.
-        """
-        if "=" not in text:
-            name = check_format("kv_format", text.strip(), KV_FORMATS)
-            return cls(name, name)
-        formats: dict[str, str] = {}
-        for part in text.split(","):
-            letter, _, name = (word.strip() for word in part.partition("="))
-            if letter not in _SIDES:
-                raise OptionError(
-                    f"kv_format '{text}': '{part.strip()}' is neither k=FORMAT nor v=FORMAT; "
-                    f"write it like k={KV_FORMATS[0]},v={KV_FORMATS[1]}"
-                )
-            if letter in formats:
-                raise OptionError(f"kv_format '{text}' gives a format for the {_SIDES[letter]} twice: keep one")
-            formats[letter] = check_format("kv_format", name, KV_FORMATS)
-        for letter, side in _SIDES.items():
-            if letter not in formats:
-                raise OptionError(f"kv_format '{text}' gives no format for the {side}: add {letter}=FORMAT")
-        return cls(formats["k"], formats["v"])
-
-    def __str__(self) -> str:
-        return self.keys if self.keys == self.values else f"k={self.keys},v={self.values}"
-
-
-@dataclass(frozen=True)
-class PagedCacheConfig:
-    """How keys and values are kept in pages.
-
-    Args:
         kv_format: how they are stored.
         memory_bytes: the most that all sequences together may hold.
-        rewind_slack_tokens: how far a sequence can be rewound without losing what its windows see. They keep as many
-            tokens more.
+        rewind_slack_tokens: how far a sequence can be rewound, from the longest that it has been, without losing what
+            its windows see. They keep as many tokens more.
         max_step_tokens: the most tokens of a sequence in one step. Windows keep room for as many.
     """
 
-    kv_format: KVFormat
+    kv_format: LayerFormats
     memory_bytes: int
     rewind_slack_tokens: int = 64
     max_step_tokens: int = 2048

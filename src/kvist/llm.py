@@ -14,7 +14,6 @@ from kvist.attention import kernel_name
 from kvist.cache.kv_cache import KVCache
 from kvist.checks import check_integer
 from kvist.config import (
-    KV_FORMATS,
     WEIGHTS_FORMATS,
     CacheConfig,
     EngineConfig,
@@ -22,12 +21,12 @@ from kvist.config import (
     check_format,
     check_threads,
     checked_params,
-    parse_bytes,
 )
 from kvist.engine import DeltaStream, Engine, Request
 from kvist.engine.prompt import Prompt, is_token_ids, prompt_ids
 from kvist.errors import OptionError, PromptError
-from kvist.memory import available_bytes
+from kvist.kv_format import LayerFormats
+from kvist.memory import MemoryBudget
 from kvist.results import Completion, TextDelta, Timings, TokenLogprob
 from kvist.session import Session
 
@@ -47,9 +46,10 @@ class LLM:
     Args:
         model: a directory in Hugging Face format, a `.gguf` file, a demo model's name or a Hub id.
         weights_format: how weights are kept, one of `kvist.config.WEIGHTS_FORMATS`.
-        kv_format: how keys and values are kept, one of `kvist.config.KV_FORMATS`.
-        kv_memory: the most bytes that all keys and values may take, a number or text like "512MiB"; by default half
-            of the memory that is available once the model is loaded.
+        kv_format: how keys and values are kept: one of `kvist.kv_format.KV_FORMATS`, one for each, `k=int8,v=int4`,
+            and others for single layers, `int4/0-1,29:int8`.
+        kv_memory: the most memory that all keys and values may take: bytes, as a number or like "512MiB", or a share of
+            what is free once the model is loaded, 0.25 or "25%"; by default half of it.
         threads: how many threads PyTorch uses, in the whole process; by default as it is set.
         max_step_tokens: the most tokens computed in one step. Longer prompts are computed in chunks.
         progress: told how far loading is.
@@ -73,21 +73,20 @@ class LLM:
         *,
         weights_format: str = "bf16",
         kv_format: str = "bf16",
-        kv_memory: str | int | None = None,
+        kv_memory: str | int | float | None = None,
         threads: int | None = None,
         max_step_tokens: int = EngineConfig.max_step_tokens,
         progress: Progress | None = None,
     ) -> None:
         # What can be refused is refused before the model is loaded.
         check_format("weights_format", weights_format, WEIGHTS_FORMATS)
-        check_format("kv_format", kv_format, KV_FORMATS)
-        memory_bytes = None if kv_memory is None else parse_bytes(kv_memory)
+        formats, budget = LayerFormats.parse(kv_format), MemoryBudget.parse(kv_memory)
         engine_config = _engine_config(max_step_tokens)
         _set_threads(threads)
 
         from kvist.loading import load
 
-        self._start(load(model, weights_format, progress=progress), kv_format, memory_bytes, engine_config)
+        self._start(load(model, weights_format, progress=progress), formats, budget, engine_config, progress)
 
     @classmethod
     def from_loaded(
@@ -95,42 +94,47 @@ class LLM:
         loaded: LoadedModel,
         *,
         kv_format: str = "bf16",
-        kv_memory: str | int | None = None,
+        kv_memory: str | int | float | None = None,
         threads: int | None = None,
         max_step_tokens: int = EngineConfig.max_step_tokens,
+        progress: Progress | None = None,
     ) -> LLM:
         """An LLM of a model that is in memory already; the options are those of `LLM`."""
-        memory_bytes = None if kv_memory is None else parse_bytes(kv_memory)
+        formats, budget = LayerFormats.parse(kv_format), MemoryBudget.parse(kv_memory)
         engine_config = _engine_config(max_step_tokens)
         _set_threads(threads)
         llm = cls.__new__(cls)
-        llm._start(loaded, kv_format, memory_bytes, engine_config)
+        llm._start(loaded, formats, budget, engine_config, progress)
         return llm
 
     def _start(
-        self, loaded: LoadedModel, kv_format: str, memory_bytes: int | None, engine_config: EngineConfig
+        self,
+        loaded: LoadedModel,
+        formats: LayerFormats,
+        budget: MemoryBudget,
+        engine_config: EngineConfig,
+        progress: Progress | None,
     ) -> None:
         self.model_name = loaded.name
         self.config = loaded.config
         self.tokenizer = loaded.tokenizer
         self.weights_format = loaded.weights_format
         self.weights_bytes = loaded.weights_bytes
-        self.kv_format = kv_format
-        if memory_bytes is None:
-            memory_bytes = max(1, available_bytes() // 2)
+        self.kv_format = str(formats)
+        cache = KVCache(
+            loaded.config.layers,
+            CacheConfig(formats, budget.resolve(), max_step_tokens=engine_config.max_step_tokens),
+            key_statics=loaded.key_statics(progress) if formats.quantised_keys else None,
+        )
         self._engine = Engine(
-            loaded.decoder,
-            loaded.config,
-            KVCache(loaded.config.layers, CacheConfig(kv_format, memory_bytes)),
-            loaded.tokenizer.decode,
-            loaded.eos_token_ids,
-            engine_config,
+            loaded.decoder, loaded.config, cache, loaded.tokenizer.decode, loaded.eos_token_ids, engine_config
         )
 
     @property
     def kernel(self) -> str:
-        """Which kernel attends over the cache."""
-        return kernel_name()
+        """Which kernel attends over the cache; where layers have several, all of them."""
+        formats = self._engine.cache.formats
+        return ", ".join(sorted({kernel_name(kv_format) for kv_format in formats}))
 
     @property
     def max_context(self) -> int:
@@ -144,8 +148,11 @@ class LLM:
 
     @property
     def kv_used_bytes(self) -> int:
-        """Bytes that running requests and open sessions hold now, room reserved for what they may generate included."""
-        return self._engine.cache.used_bytes
+        """Bytes that running requests and open sessions hold now, room reserved for what they may generate included.
+
+        Waits for the step that is running.
+        """
+        return self._engine.kv_used_bytes()
 
     @overload
     def generate(self, prompt: str, params: SamplingParams | None = None) -> Completion: ...

@@ -1,14 +1,90 @@
-"""How much memory this process may still take."""
+"""How much memory the cache may take: as users say it, and what the machine has."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+from kvist.checks import in_words, is_integer
+from kvist.errors import OptionError, shown
+
+_BYTE_UNITS = {
+    "": 1, "b": 1,
+    "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9, "t": 10**12, "tb": 10**12,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
+
+# What 64 bits can count.
+_MOST_BYTES = 2**63 - 1
+
 _MEMBERSHIP = Path("/proc/self/cgroup")
 _MOUNT = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class MemoryBudget:
+    """A bound on the memory of keys and values: so many bytes, or a share of what is free when it is asked for.
+
+    Args:
+        num_bytes: the bytes; None where it is a share.
+        share: above 0, at most 1; None where it is in bytes.
+    """
+
+    num_bytes: int | None = None
+    share: float | None = None
+
+    @classmethod
+    def parse(cls, given: str | int | float | None) -> MemoryBudget:
+        """The budget that a user names: bytes as a number or like `"512MiB"`, a share as a fraction or like `"50%"`.
+
+        None is half of what is free.
+
+        Raises:
+            OptionError: it is none of these.
+        """
+        if given is None:
+            return cls(share=0.5)
+        if isinstance(given, float):
+            if 0 < given <= 1:
+                return cls(share=given)
+        elif is_integer(given):
+            return cls(num_bytes=_checked(in_words(given), min(int(given), _MOST_BYTES + 1)))
+        elif isinstance(given, str):
+            number, unit = _split(given)
+            if unit == "%" and 0 < number <= 100:
+                return cls(share=number / 100)
+            if unit in _BYTE_UNITS:
+                return cls(num_bytes=_checked(given, number * _BYTE_UNITS[unit]))
+        raise _no_size(in_words(given))
+
+    def resolve(self, available: Callable[[], int] | None = None) -> int:
+        """The bytes of the budget, one at least; a share is of what `available` says."""
+        if self.num_bytes is not None:
+            return self.num_bytes
+        return max(1, int((self.share or 0.0) * (available or available_bytes)()))
+
+
+def _split(text: str) -> tuple[float, str]:
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z%]*)\s*", text.lower(), re.ASCII)
+    if match is None:
+        raise _no_size(text)
+    return float(match[1]), match[2]  # infinite where it overflows
+
+
+def _checked(given: object, size: float) -> int:
+    if size < 1:
+        raise _no_size(given, ": it must be positive, like 512MiB or 50%")
+    if size > _MOST_BYTES:
+        raise _no_size(given, " that any machine has: write it like 512MiB or 50%")
+    return int(size)
+
+
+def _no_size(given: object, why: str = ": write it like 512MiB, or 50% of what is free") -> OptionError:
+    return OptionError(f"{shown(given)} is not a size in bytes{why}")
 
 
 def available_bytes(membership: Path = _MEMBERSHIP, mount: Path = _MOUNT) -> int:

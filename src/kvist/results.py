@@ -48,8 +48,8 @@ class Completion:
         prompt_tokens: tokens of the prompt; in a session its whole history counts.
         completion_tokens: `len(token_ids)`.
         cached_tokens: prompt tokens whose keys and values were in the cache already.
-        kv_bytes: keys and values that this sequence's tokens held at the end. The last token drawn is not computed and
-            has none.
+        kv_bytes: the memory of the sequence's pages at the end. A page has room for 64 tokens; windows have dropped
+            those that no token sees any more.
         kv_bytes_per_token: keys and values of one token over all layers.
         timings: see `Timings`.
         logprobs: one entry per token of `token_ids`; None unless `SamplingParams.logprobs` asks for it.

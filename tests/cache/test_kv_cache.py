@@ -1,271 +1,659 @@
-"""The cache's surface: room, views, rewinding, the budget."""
+"""The cache's surface: room, views, forks, rewinding, windows, the budget."""
 
 from __future__ import annotations
 
-import random
+import contextlib
 import sys
-import threading
-import weakref
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 import pytest
 import torch
 
+from cache_checks import check_books, committed_bytes
+from kvist.cache import page_pool
 from kvist.cache.kv_cache import KVCache, Span, kv_bytes_per_token
-from kvist.config import CacheConfig, LayerConfig, parse_bytes
-from kvist.errors import OptionError
+from kvist.cache.page_layout import PAGE_SLOTS
+from kvist.config import CacheConfig, LayerConfig
+from kvist.errors import CacheFullError, KvistError, OptionError, ReservationError, RewindError, SequenceError
+from kvist.kv_format import KV_FORMATS, KVFormat, LayerFormats
 
-LAYERS = (LayerConfig(2, 8, None), LayerConfig(1, 16, 4))
-BYTES = (2 * 2 * 8 + 2 * 16) * 4
-
-
-def cache_of(num_tokens: int, kv_format: str = "fp32") -> KVCache:
-    return KVCache(LAYERS, CacheConfig(kv_format, num_tokens * kv_bytes_per_token(LAYERS, kv_format)))
-
-
-def append(cache: KVCache, sequence: int, keys: torch.Tensor) -> None:
-    """Append tokens whose keys in the first layer are `keys` `[T, 2, 8]`, values the negative."""
-    view = cache.view([Span(sequence, len(keys))])
-    view.write(0, keys, -keys)
-    view.write(1, keys.reshape(-1, 1, 16), -keys.reshape(-1, 1, 16))
-    cache.commit(view)
+FULL = LayerConfig(2, 16, None)
+WINDOW = 100
+WINDOWED = LayerConfig(1, 32, WINDOW)
+SLACK, MAX_STEP = 64, 256
+EXACT = LayerFormats(KVFormat("fp32", "fp32"))
+AROUND_A_PAGE = (1, 63, 64, 65, 127, 128, 129)
 
 
-def first_layer(cache: KVCache, sequence: int) -> torch.Tensor:
-    """The keys held of the first layer, `[L, 2, 8]`, checked against its values."""
-    view = cache.view([Span(sequence, 0)])
-    keys, values = view.read(0, 0)
+def cache_of(
+    num_tokens: int,
+    layers: tuple[LayerConfig, ...] = (FULL, FULL),
+    *,
+    kv_format: LayerFormats = EXACT,
+    slack: int = SLACK,
+    sequences: int = 1,
+) -> KVCache:
+    """A cache with room for some sequences of so many tokens each, and for no page more."""
+    roomy = KVCache(layers, CacheConfig(kv_format, 2**30, slack, MAX_STEP))
+    return KVCache(layers, CacheConfig(kv_format, sequences * roomy.bytes_for(num_tokens), slack, MAX_STEP))
+
+
+def keys_of(cache: KVCache, layer: int, tokens: torch.Tensor) -> torch.Tensor:
+    """Keys `[T, K, D]` of a layer that follow from token numbers `[T]`; values are the negative."""
+    shape = cache.layers[layer]
+    dims = torch.arange(shape.num_kv_heads * shape.head_dim).view(shape.num_kv_heads, shape.head_dim)
+    return tokens.view(-1, 1, 1) * 10.0 + dims + layer / 2
+
+
+def append(cache: KVCache, sequence: int, *tokens: int, commits: bool = True) -> None:
+    """A step that appends tokens, given by number."""
+    view = cache.view([Span(sequence, len(tokens))])
+    for layer in range(len(cache.layers)):
+        keys = keys_of(cache, layer, torch.tensor(tokens))
+        view.write(layer, keys, -keys)
+    if commits:
+        cache.commit(view)
+
+
+def filled(cache: KVCache, num_tokens: int, reserved: int | None = None) -> int:
+    """A new sequence of tokens 0, 1, 2, ..., with room for `reserved` in all."""
+    sequence = cache.open()
+    assert cache.reserve(sequence, reserved or num_tokens)
+    for start in range(0, num_tokens, MAX_STEP):
+        append(cache, sequence, *range(start, min(num_tokens, start + MAX_STEP)))
+    return sequence
+
+
+def read(cache: KVCache, sequence: int, layer: int = 0) -> torch.Tensor:
+    """All keys `[L, K, D]` of a layer, checked against the values."""
+    keys, values = cache.view([Span(sequence, 0)]).read_split(layer, 0, 0, cache.length(sequence))
     assert torch.equal(values, -keys)
     return keys.transpose(0, 1)
 
 
-def test_bytes_per_token_count_keys_and_values_of_all_layers() -> None:
-    assert kv_bytes_per_token(LAYERS, "fp32") == BYTES
-    assert kv_bytes_per_token(LAYERS, "bf16") == BYTES // 2
+def holds(cache: KVCache, sequence: int, *tokens: int) -> bool:
+    """Whether a sequence is exactly these tokens, in every layer without a window."""
+    return cache.length(sequence) == len(tokens) and all(
+        torch.equal(read(cache, sequence, layer), keys_of(cache, layer, torch.tensor(tokens)))
+        for layer, shape in enumerate(cache.layers)
+        if shape.window is None
+    )
 
 
-def test_what_is_written_is_read_over_growth() -> None:
-    cache = cache_of(1000)
+def held_from(cache: KVCache, sequence: int, layer: int) -> int:
+    """The first position that a layer still has."""
+    keys = read(cache, sequence, layer)
+    return int((keys != 0).flatten(1).any(1).int().argmax())
+
+
+# --- writing and reading ----------------------------------------------------------------------------------------------
+
+
+def test_bytes_per_token_are_those_of_its_slots_in_all_layers() -> None:
+    assert kv_bytes_per_token((FULL, FULL), EXACT) == 2 * 2 * 2 * 16 * 4
+    assert kv_bytes_per_token((FULL, FULL), LayerFormats.parse("bf16")) == 2 * 2 * 2 * 16 * 2
+    assert cache_of(64).bytes_per_token == 512
+
+
+@pytest.mark.parametrize("length", AROUND_A_PAGE)
+@pytest.mark.parametrize("chunk", [1, 7, 63, 64, 65, 200])
+def test_what_is_written_in_chunks_is_read_whole(length: int, chunk: int) -> None:
+    cache = cache_of(200, sequences=2)
     one, other = cache.open(), cache.open()
-    keys = torch.randn(300, 2, 8)
-    for start in range(0, 300, 7):
-        chunk = keys[start : start + 7]
-        for sequence, sign in ((one, 1), (other, 2)):
-            assert cache.reserve(sequence, start + len(chunk))
-            append(cache, sequence, chunk * sign)
-    assert torch.equal(first_layer(cache, one), keys)
-    assert torch.equal(first_layer(cache, other), 2 * keys)
+    for start in range(0, length, chunk):
+        tokens = range(start, min(length, start + chunk))
+        for sequence, offset in ((one, 0), (other, 1000)):
+            assert cache.reserve(sequence, start + len(tokens))
+            append(cache, sequence, *(token + offset for token in tokens))
+    assert holds(cache, one, *range(length))
+    assert holds(cache, other, *range(1000, 1000 + length))
+    check_books(cache)
 
 
-def test_growing_token_by_token_copies_seldom() -> None:
-    cache = cache_of(10_000)
-    sequence = cache.open()
-    capacities = set()
-    for length in range(1, 5001):
-        assert cache.reserve(sequence, length)
-        capacities.add(cache.used_bytes)
-    assert len(capacities) < 16
+def test_a_step_packs_the_spans_of_its_sequences() -> None:
+    cache = cache_of(200, sequences=2)
+    one, other = filled(cache, 62, 80), filled(cache, 5, 80)
+    view = cache.view([Span(other, 3), Span(one, 4)])
+    assert view.positions().tolist() == [5, 6, 7, 62, 63, 64, 65]
+    assert (view.num_tokens, view.row_starts, view.first_positions) == (7, (0, 3), (5, 62))
+    for layer in range(2):
+        keys = keys_of(cache, layer, torch.tensor([5, 6, 7, 62, 63, 64, 65]))
+        view.write(layer, keys, -keys)
+    cache.commit(view)
+    assert holds(cache, one, *range(66))
+    assert holds(cache, other, *range(8))
+
+
+def test_a_split_is_read_with_zeros_beyond_the_end() -> None:
+    cache = cache_of(300)
+    sequence = filled(cache, 130)
+    view = cache.view([Span(sequence, 0)])
+    for start, stop in ((0, 256), (64, 130), (128, 192), (128, 129), (192, 256), (640, 700), (0, 0)):
+        keys, values = view.read_split(1, 0, start, stop)
+        expected = torch.zeros(stop - start, 2, 16)
+        there = keys_of(cache, 1, torch.arange(start, max(start, min(stop, 130))))
+        expected[: len(there)] = there
+        assert torch.equal(keys, expected.transpose(0, 1))
+        assert torch.equal(values, -expected.transpose(0, 1))
+    with pytest.raises(ValueError, match="start is 63: it must be a multiple of 64"):
+        view.read_split(0, 0, 63, 64)
 
 
 def test_a_step_that_is_not_committed_leaves_the_sequence_as_it_was() -> None:
-    cache = cache_of(100)
-    sequence = cache.open()
-    cache.reserve(sequence, 50)
-    keys = torch.randn(10, 2, 8)
-    append(cache, sequence, keys)
-    failed = cache.view([Span(sequence, 5)])
-    failed.write(0, torch.full((5, 2, 8), torch.nan), torch.full((5, 2, 8), torch.nan))
-    assert cache.length(sequence) == 10
-    more = torch.randn(5, 2, 8)
-    append(cache, sequence, more)
-    assert torch.equal(first_layer(cache, sequence), torch.cat((keys, more)))
+    cache = cache_of(200)
+    sequence = filled(cache, 60, 200)
+    append(cache, sequence, *range(900, 1000), commits=False)
+    assert holds(cache, sequence, *range(60))
+    append(cache, sequence, 60, 61)
+    assert holds(cache, sequence, *range(62))
+    check_books(cache)
 
 
-def test_rewinding_and_writing_again() -> None:
-    cache = cache_of(100)
-    sequence = cache.open()
-    cache.reserve(sequence, 50)
-    keys = torch.randn(10, 2, 8)
-    append(cache, sequence, keys)
-    cache.rewind(sequence, 4)
-    append(cache, sequence, 3 * keys[:2])
-    assert torch.equal(first_layer(cache, sequence), torch.cat((keys[:4], 3 * keys[:2])))
-    with pytest.raises(ValueError, match="cannot rewind to 7: the sequence holds 6"):
-        cache.rewind(sequence, 7)
+@pytest.mark.parametrize("strange", [torch.nan, torch.inf, -torch.inf])
+def test_what_a_slot_held_before_does_not_leak(strange: float) -> None:
+    cache = cache_of(200)
+    poisoned = filled(cache, 10, 200)
+    view = cache.view([Span(poisoned, 150)])
+    for layer in range(2):
+        view.write(layer, torch.full((150, 2, 16), strange), torch.full((150, 2, 16), strange))
+    for tensor in cache.view([Span(poisoned, 0)]).read_split(0, 0, 0, 256):
+        assert tensor.isfinite().all()  # in the same page, beyond the length
+    cache.commit(view)
+    cache.rewind(poisoned, 5)
+    for tensor in cache.view([Span(poisoned, 0)]).read_split(0, 0, 0, 256):
+        assert tensor.isfinite().all()
+    cache.release(poisoned)
+    clean = filled(cache, 3)
+    for group in cache.groups:
+        assert group.pool.owners(0) == 1
+    for tensor in cache.view([Span(clean, 0)]).read_split(0, 0, 0, 256):
+        assert tensor.isfinite().all()
+    assert cache.groups[0].pool.pages[0].view(torch.float32).isfinite().all()
+
+
+# --- the budget -------------------------------------------------------------------------------------------------------
 
 
 def test_the_budget_bounds_all_sequences_together() -> None:
-    cache = cache_of(100)
+    cache = cache_of(640)
     one, other = cache.open(), cache.open()
-    assert cache.reserve(one, 60)
-    assert not cache.reserve(other, 41)
-    assert cache.used_bytes == 60 * BYTES
-    assert cache.reserve(other, 40)
-    assert not cache.reserve(one, 61)
+    assert cache.reserve(one, 384)
+    assert cache.used_bytes == cache.bytes_for(384)
+    assert not cache.reserve(other, 257)
+    assert cache.used_bytes == cache.bytes_for(384)
+    assert cache.reserve(other, 256)
+    assert not cache.reserve(one, 385)
     cache.release(other)
-    assert cache.reserve(one, 100)
+    assert cache.reserve(one, 640)
     cache.release(one)
     assert cache.used_bytes == 0
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_used_bytes_are_those_of_the_tensors(seed: int) -> None:
-    rng = random.Random(seed)
-    cache = cache_of(500)
-    sequences: list[int] = []
-    for _ in range(200):
-        if sequences and rng.random() < 0.2:
-            cache.release(sequences.pop(rng.randrange(len(sequences))))
-        elif rng.random() < 0.4:
-            sequences.append(cache.open())
-        elif sequences:
-            cache.reserve(rng.choice(sequences), rng.randrange(300))
-        assert cache.used_bytes == sum(cache.capacity(sequence) for sequence in sequences) * BYTES
-        assert cache.used_bytes <= cache.config.memory_bytes
-
-
-def test_used_bytes_may_be_asked_for_while_sequences_come_and_go() -> None:
-    cache = cache_of(10_000)
-    over = threading.Event()
-
-    def come_and_go() -> None:
-        while not over.is_set():
-            for sequence in [cache.open() for _ in range(50)]:
-                cache.release(sequence)
-
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    thread = threading.Thread(target=come_and_go)
-    thread.start()
-    try:
-        assert {cache.used_bytes for _ in range(20_000)} == {0}
-    finally:
-        over.set()
-        thread.join()
-        sys.setswitchinterval(interval)
-
-
-@dataclass
-class Allocations:
-    left: int = -1  # how many succeed; all, where it is negative
-    peak_bytes: int = 0
-    made: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
-
-
-@pytest.fixture
-def allocations(monkeypatch: pytest.MonkeyPatch) -> Allocations:
-    """Watches the tensors that a cache grows into."""
-    watch = Allocations()
-    new_empty = torch.Tensor.new_empty
-
-    def watched(tensor: torch.Tensor, *shape: int) -> torch.Tensor:
-        if watch.left == 0:
-            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-        watch.left -= 1
-        made = new_empty(tensor, *shape)
-        watch.made.append(weakref.ref(made))
-        watch.peak_bytes = max(watch.peak_bytes, sum(held.nbytes for one in watch.made if (held := one()) is not None))
-        return made
-
-    monkeypatch.setattr(torch.Tensor, "new_empty", watched)
-    return watch
-
-
-def test_a_growth_holds_one_tensor_twice_and_no_more(allocations: Allocations) -> None:
-    cache = KVCache([LAYERS[0]] * 20, CacheConfig("fp32", 2**30))
+def test_what_is_reserved_costs_the_same_before_and_after_it_is_used() -> None:
+    cache = cache_of(500, (FULL, WINDOWED))
     sequence = cache.open()
-    assert cache.reserve(sequence, 100)
-    assert cache.reserve(sequence, 200)
-    one_tensor = 100 * 2 * 8 * 4
-    assert allocations.peak_bytes == cache.used_bytes + one_tensor
+    assert cache.reserve(sequence, 500)
+    assert (cache.used_bytes, cache.committed_bytes) == (cache.bytes_for(500), 0)
+    append(cache, sequence, *range(65))
+    assert cache.used_bytes == cache.bytes_for(500)
+    assert cache.committed_bytes == cache.sequence_bytes(sequence) == cache.bytes_for(65)
+    cache.unreserve(sequence)
+    assert cache.used_bytes == cache.committed_bytes == cache.bytes_for(65)
+    with pytest.raises(ReservationError, match="no room reserved"):
+        append(cache, sequence, 1)
 
 
-@pytest.mark.parametrize("succeeding", range(4))
-def test_a_growth_that_the_machine_has_no_memory_for_loses_nothing(allocations: Allocations, succeeding: int) -> None:
-    cache = cache_of(100)
-    sequence, fresh = cache.open(), cache.open()
-    assert cache.reserve(sequence, 10)
-    keys = torch.randn(30, 2, 8)
-    append(cache, sequence, keys[:10])
-    for grown in (sequence, fresh):
-        allocations.left = succeeding
-        with pytest.raises(RuntimeError, match="can't allocate"):
-            cache.reserve(grown, 30)
-        allocations.left = -1
-    assert (cache.capacity(sequence), cache.capacity(fresh)) == (10, 0)
-    assert torch.equal(first_layer(cache, sequence), keys[:10])
-    # What the first tensors took is counted all the same, so that the budget holds.
-    held = sum(one.nbytes for ref in allocations.made if (one := ref()) is not None)
-    assert cache.used_bytes == held
-    assert cache.reserve(sequence, 30)
-    append(cache, sequence, keys[10:])
-    assert torch.equal(first_layer(cache, sequence), keys)
+@pytest.mark.parametrize("layers", [(FULL,), (FULL, WINDOWED), (WINDOWED, FULL, LayerConfig(1, 16, 7))])
+def test_the_most_tokens_that_fit_can_be_reserved_and_no_more(layers: tuple[LayerConfig, ...]) -> None:
+    for num_tokens in (64, 640, 6400):
+        cache = cache_of(num_tokens, layers)
+        assert cache.max_tokens == num_tokens
+        sequence = cache.open()
+        assert not cache.reserve(sequence, num_tokens + 1)
+        assert cache.reserve(sequence, num_tokens)
+
+
+def test_windows_alone_have_no_end() -> None:
+    roomy = cache_of(10_000, (WINDOWED,))
+    assert roomy.max_tokens == sys.maxsize
+    sequence = roomy.open()
+    assert roomy.reserve(sequence, 10**15)
+    tight = KVCache((WINDOWED,), CacheConfig(EXACT, roomy.config.memory_bytes - 1, SLACK, MAX_STEP))
+    assert tight.max_tokens == (roomy.config.memory_bytes // tight.bytes_for(1) - 1) * PAGE_SLOTS
+
+
+def test_a_budget_below_a_page_of_each_group_is_refused_with_the_least() -> None:
+    layers = (FULL, WINDOWED, LayerConfig(1, 16, 7))
+    least = cache_of(1, layers).config.memory_bytes
+    with pytest.raises(OptionError, match=rf"kv_memory is {least - 1:,} bytes: .* at least {least:,}.* 3 layer groups"):
+        KVCache(layers, CacheConfig(EXACT, least - 1))
+    cache = KVCache(layers, CacheConfig(EXACT, least))
+    assert holds(cache, filled(cache, 64), *range(64))
+    assert cache.max_tokens == 64
+
+
+def test_what_the_account_says_is_what_the_system_has_given() -> None:
+    cache = KVCache(
+        [LayerConfig(3, 64, None), *[LayerConfig(1, 256, 512)] * 3], CacheConfig(LayerFormats.parse("bf16"), 2**26)
+    )
+
+    def committed() -> int:
+        return sum(committed_bytes(group.pool) or 0 for group in cache.groups)
+
+    if committed_bytes(cache.groups[0].pool) is None:
+        pytest.skip("this system does not say which memory is committed")
+    sequence = cache.open()
+    assert cache.reserve(sequence, 3000)
+    assert committed() == cache.committed_bytes == 0
+    for count in (1, 1000, 63, 64, 65, 1500):
+        append(cache, sequence, *range(count))
+        assert committed() == cache.committed_bytes > 0
+    fork = cache.fork(sequence)
+    assert cache.reserve(fork, 3000)
+    append(cache, fork, 1, 2, 3)
+    assert committed() == cache.committed_bytes
+    cache.rewind(fork, 2690)
     cache.release(sequence)
-    cache.release(fresh)
+    assert committed() == cache.committed_bytes
+    cache.release(fork)
+    assert committed() == cache.committed_bytes == 0
+
+
+# --- steps that are refused -------------------------------------------------------------------------------------------
+
+
+def test_a_step_without_room_for_all_is_refused_whole() -> None:
+    cache = cache_of(128, sequences=2)
+    one, other = filled(cache, 10, 100), filled(cache, 10)
+    before = cache.committed_bytes
+    with pytest.raises(
+        ReservationError, match=f"sequence {other}: no room reserved for 1 more tokens: it has 10 and has reserved 10"
+    ):
+        cache.view([Span(one, 90), Span(other, 1)])
+    assert cache.committed_bytes == before
+    with pytest.raises(SequenceError, match="not open"):
+        cache.view([Span(one, 90), Span(99, 1)])
+    assert cache.committed_bytes == before
+    check_books(cache)
+
+
+def test_a_step_takes_max_step_tokens_of_a_sequence_at_most() -> None:
+    cache = cache_of(1000)
+    sequence = cache.open()
+    assert cache.reserve(sequence, 1000)
+    with pytest.raises(
+        ReservationError, match="257 tokens in one step, and a step takes max_step_tokens, 256, at most"
+    ):
+        cache.view([Span(sequence, 257)])
+    append(cache, sequence, *range(256))
+    assert holds(cache, sequence, *range(256))
+
+
+def test_misuse_has_errors_of_its_own() -> None:
+    cache = cache_of(100)
+    sequence = filled(cache, 5, 10)
+    with pytest.raises(SequenceError, match="twice in one step"):
+        cache.view([Span(sequence, 1), Span(sequence, 1)])
+    with pytest.raises(SequenceError, match="sequence 7 is not open in this cache: it was never opened"):
+        cache.fork(7)
+    view = cache.view([Span(sequence, 1)])
+    cache.release(sequence)
+    for act in (cache.fork, cache.release, cache.length, cache.unreserve, lambda i: cache.rewind(i, 0)):
+        with pytest.raises(SequenceError, match=f"sequence {sequence} is not open in this cache: it was released"):
+            act(sequence)
+    keys = torch.zeros(1, 2, 16)
+    with pytest.raises(SequenceError, match="was committed, rewound or released since this view was made"):
+        view.write(0, keys, keys)
+    assert issubclass(SequenceError, KvistError)
     assert cache.used_bytes == 0
 
 
-def test_positions_are_those_of_each_sequence() -> None:
-    cache = cache_of(100)
-    one, other = cache.open(), cache.open()
-    cache.reserve(one, 20)
-    cache.reserve(other, 20)
-    append(cache, one, torch.randn(5, 2, 8))
-    view = cache.view([Span(other, 3), Span(one, 2)])
-    assert view.positions().tolist() == [0, 1, 2, 5, 6]
-    assert view.row_starts == (0, 3)
+def test_a_view_is_of_use_for_one_step_alone() -> None:
+    cache = cache_of(200)
+    sequence = filled(cache, 5, 200)
+    keys = torch.zeros(100, 2, 16)
+    for act in (
+        cache.commit,
+        lambda view: cache.rewind(sequence, 5),
+        lambda view: cache.unreserve(sequence),
+        lambda view: cache.view([Span(sequence, 1)]),
+    ):
+        cache.rewind(sequence, 5)
+        assert cache.reserve(sequence, 200)
+        view = cache.view([Span(sequence, 100)])
+        view.write(0, keys, keys)
+        act(view)
+        with pytest.raises(SequenceError, match="ask for another"):
+            view.write(0, keys, keys)
+        with pytest.raises(SequenceError, match="ask for another"):
+            cache.commit(view)
 
 
-def test_misuse_is_refused() -> None:
+# --- forks ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", AROUND_A_PAGE)
+@pytest.mark.parametrize("fork_first", [True, False])
+def test_a_fork_and_its_origin_go_their_own_ways(length: int, fork_first: bool) -> None:
+    cache = cache_of(256, (FULL, WINDOWED, FULL), sequences=2)
+    origin = filled(cache, length)
+    fork = cache.fork(origin)
+    assert cache.committed_bytes == cache.sequence_bytes(origin) == cache.sequence_bytes(fork)
+    for sequence in (fork, origin) if fork_first else (origin, fork):
+        assert cache.reserve(sequence, length + 70)
+        append(cache, sequence, *(1000 * sequence + i for i in range(70)))
+        check_books(cache)
+    for sequence in (origin, fork):
+        assert holds(cache, sequence, *range(length), *(1000 * sequence + i for i in range(70)))
+
+
+@pytest.mark.parametrize("keys", KV_FORMATS)
+@pytest.mark.parametrize("values", KV_FORMATS)
+def test_a_fork_changes_no_bit_of_its_origin(keys: str, values: str) -> None:
+    cache = cache_of(128, kv_format=LayerFormats(KVFormat(keys, values)), sequences=3)
+    origin = filled(cache, 37)
+    before = [cache.view([Span(origin, 0)]).read_split(layer, 0, 0, 64) for layer in range(2)]
+    for sequence in (cache.fork(origin), origin, cache.fork(origin)):
+        assert cache.reserve(sequence, 60)
+        append(cache, sequence, *range(500, 500 + 60 - cache.length(sequence)))
+        after = [cache.view([Span(origin, 0)]).read_split(layer, 0, 0, 64) for layer in range(2)]
+        for layer in range(2):
+            for one, other in zip(before[layer], after[layer], strict=True):
+                assert torch.equal(one[:, :37], other[:, :37])
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
+def test_shared_pages_live_as_long_as_one_of_their_owners(order: tuple[int, ...]) -> None:
+    cache = cache_of(200)
+    origin = filled(cache, 150)
+    family = [origin, cache.fork(origin)]
+    family.append(cache.fork(family[1]))
+    for number, index in enumerate(order):
+        assert cache.committed_bytes == cache.bytes_for(150)
+        cache.release(family[index])
+        for left in order[number + 1 :]:
+            assert holds(cache, family[left], *range(150))
+        check_books(cache)
+    assert cache.used_bytes == 0
+
+
+def test_a_page_that_is_shared_no_more_is_not_copied() -> None:
+    cache = cache_of(64)  # one page
+    origin = filled(cache, 30)
+    fork = cache.fork(origin)
+    assert not cache.reserve(fork, 31)
+    cache.release(origin)
+    assert cache.reserve(fork, 31)
+    append(cache, fork, 30)
+    assert holds(cache, fork, *range(31))
+
+
+def test_a_fork_of_a_sequence_that_may_grow_needs_a_page_for_the_copy() -> None:
+    cache = cache_of(128)
+    origin = filled(cache, 30, 100)
+    before = cache.used_bytes
+    with pytest.raises(
+        CacheFullError, match=r"cannot fork sequence 0: .*takes 32,768 bytes more than the cache has free"
+    ):
+        cache.fork(origin)
+    assert cache.used_bytes == before
+    check_books(cache)
+    cache.unreserve(origin)
+    fork = cache.fork(origin)
+    assert cache.reserve(origin, 64)
+    assert not cache.reserve(fork, 31)
+    append(cache, origin, 30)
+    assert cache.reserve(fork, 64)  # the page is its own now
+    assert holds(cache, origin, *range(31))
+    assert holds(cache, fork, *range(30))
+
+
+def test_a_fork_at_the_end_of_a_page_needs_no_copy() -> None:
+    cache = cache_of(128)
+    origin = filled(cache, 64, 100)
+    fork = cache.fork(origin)
+    append(cache, origin, 64)
+    assert holds(cache, origin, *range(65))
+    assert holds(cache, fork, *range(64))
+    assert cache.used_bytes == cache.config.memory_bytes
+
+
+# --- rewinding --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("back", [0, 1, 63, 64, 65, 128, 130])
+def test_what_is_rewound_can_be_written_anew(back: int) -> None:
+    cache = cache_of(200)
+    sequence = filled(cache, 130, 200)
+    assert cache.rewind(sequence, 130 - back) == 130 - back
+    assert holds(cache, sequence, *range(130 - back))
+    assert (cache.reserved(sequence), cache.used_bytes) == (200, cache.bytes_for(200))
+    append(cache, sequence, 7, 8, 9)
+    assert holds(cache, sequence, *range(130 - back), 7, 8, 9)
+
+
+def test_a_rewind_gives_memory_back() -> None:
+    cache = cache_of(200)
+    sequence = filled(cache, 130)
+    cache.rewind(sequence, 64)
+    assert cache.used_bytes == cache.committed_bytes == cache.bytes_for(64)
+
+
+def test_a_rewind_goes_neither_before_the_start_nor_beyond_the_end() -> None:
     cache = cache_of(100)
+    sequence = filled(cache, 6, 50)
+    with pytest.raises(RewindError, match="cannot rewind to 7: the sequence holds 6 tokens"):
+        cache.rewind(sequence, 7)
+    with pytest.raises(RewindError, match="cannot rewind to -1: a sequence starts at 0"):
+        cache.reserve(sequence, 50, rewind_to=-1)
+    assert holds(cache, sequence, *range(6))
+
+
+def test_a_rewind_into_shared_pages_leaves_the_other_sequence_alone() -> None:
+    cache = cache_of(256, sequences=2)
+    origin = filled(cache, 150)
+    fork = cache.fork(origin)
+    cache.rewind(fork, 70)
+    assert cache.reserve(fork, 200)
+    append(cache, fork, *range(1000, 1100))
+    assert holds(cache, origin, *range(150))
+    assert holds(cache, fork, *range(70), *range(1000, 1100))
+
+
+def test_a_rewind_that_would_break_what_is_reserved_is_refused() -> None:
+    cache = cache_of(128)
+    origin = filled(cache, 64, 128)
+    fork = cache.fork(origin)
+    for position in (60, 0):
+        with pytest.raises(CacheFullError, match=f"cannot rewind to {position} with room for 128 tokens reserved"):
+            cache.rewind(origin, position)
+        assert not cache.reserve(origin, 128, rewind_to=position)
+    assert holds(cache, origin, *range(64))
+    cache.unreserve(origin)
+    assert cache.rewind(origin, 60) == 60
+    assert holds(cache, fork, *range(64))
+    check_books(cache)
+
+
+def test_room_is_reserved_and_the_sequence_rewound_together_or_not_at_all() -> None:
+    cache = cache_of(256)
+    sequence = filled(cache, 150)
+    other = filled(cache, 64)
+    assert not cache.reserve(sequence, 193, rewind_to=10)
+    assert holds(cache, sequence, *range(150))
+    assert cache.reserve(sequence, 192, rewind_to=10)
+    assert holds(cache, sequence, *range(10))
+    assert holds(cache, other, *range(64))
+    assert cache.used_bytes == cache.config.memory_bytes
+
+
+def test_what_a_rewind_saves_the_others_is_counted() -> None:
+    cache = cache_of(128)
+    origin = filled(cache, 30)
+    fork = cache.fork(origin)
+    assert cache.reserve(fork, 64)  # its copy of the page that they share
+    assert cache.used_bytes == cache.config.memory_bytes
+    assert cache.reserve(origin, 64, rewind_to=0)  # the page is the fork's alone then, and needs no copy
+    append(cache, fork, *range(30, 64))
+    append(cache, origin, *range(64))
+    assert holds(cache, fork, *range(64))
+    assert holds(cache, origin, *range(64))
+
+
+# --- windows ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("slack", [0, 1, 64, 65])
+def test_pages_that_no_query_sees_are_dropped_behind_the_slack(slack: int) -> None:
+    cache = cache_of(600, (FULL, WINDOWED), slack=slack)
     sequence = cache.open()
-    with pytest.raises(ValueError, match="no room reserved"):
-        cache.view([Span(sequence, 1)])
-    cache.reserve(sequence, 10)
-    with pytest.raises(ValueError, match="twice"):
-        cache.view([Span(sequence, 1), Span(sequence, 1)])
-    cache.release(sequence)
-    with pytest.raises(KeyError, match="not open"):
-        cache.reserve(sequence, 1)
+    assert cache.reserve(sequence, 600)
+    for length in range(1, 601):
+        append(cache, sequence, length)
+        oldest = max(0, length - slack - WINDOW + 1)  # what the next query sees after rewinding by the slack
+        if oldest % PAGE_SLOTS in (0, 1, PAGE_SLOTS - 1):
+            assert held_from(cache, sequence, 1) == oldest // PAGE_SLOTS * PAGE_SLOTS
+    assert cache.sequence_bytes(sequence) == cache.committed_bytes
+    check_books(cache)
 
 
-def test_formats_and_sizes_are_checked() -> None:
-    with pytest.raises(OptionError, match="unknown kv_format 'bf61': did you mean 'bf16'"):
-        CacheConfig("bf61", 1)
-    with pytest.raises(OptionError, match="memory_bytes is 0: it must be at least 1"):
-        CacheConfig("bf16", 0)
-    with pytest.raises(OptionError, match="memory_bytes is None: it must be an integer"):
-        CacheConfig("bf16", None)  # type: ignore[arg-type]
+@pytest.mark.parametrize("step", [1, 63, 64, 65, MAX_STEP])
+def test_a_window_has_a_bounded_number_of_pages(step: int) -> None:
+    cache = cache_of(2000, (WINDOWED,))
+    rules = cache.groups[0].rules
+    assert rules.most_live == -(-(WINDOW + SLACK + MAX_STEP) // PAGE_SLOTS) + 1
+    sequence = cache.open()
+    assert cache.reserve(sequence, 10**6)
+    most = 0
+    for start in range(0, 700, step):
+        append(cache, sequence, *range(start, start + step), commits=False)
+        most = max(most, cache.groups[0].pool.pages_in_use)
+        append(cache, sequence, *range(start, start + step))
+    assert most <= rules.most_live
+    assert step < MAX_STEP or most >= rules.most_live - 1
+
+
+@pytest.mark.parametrize("length", [163, 164, 227, 228, 400])
+def test_a_rewind_within_the_slack_keeps_what_the_next_query_sees(length: int) -> None:
+    for back in (1, SLACK - 1, SLACK):
+        cache = cache_of(length, (FULL, WINDOWED))
+        sequence = filled(cache, length)
+        position = length - back
+        assert cache.rewind(sequence, position) == position
+        assert held_from(cache, sequence, 1) <= max(0, position - WINDOW + 1)
+        assert holds(cache, sequence, *range(position))
+
+
+def test_a_rewind_beyond_what_a_window_holds_ends_at_the_start() -> None:
+    cache = cache_of(400, (FULL, WINDOWED))
+    sequence = filled(cache, 400)
+    first = held_from(cache, sequence, 1)
+    assert first > 0
+    longest = first + WINDOW - 1
+    assert cache.rewind(sequence, longest) == longest
+    assert cache.rewind(sequence, longest - 1) == 0
+    assert cache.used_bytes == 0
+    assert cache.reserve(sequence, 3)
+    append(cache, sequence, 5, 6, 7)
+    assert holds(cache, sequence, 5, 6, 7)
+    assert held_from(cache, sequence, 1) == 0
+
+
+def test_a_window_shared_with_a_fork_keeps_its_promise() -> None:
+    layers, tokens = (FULL, WINDOWED), 600
+    roomy = cache_of(tokens, layers, sequences=2)
+    shared_pages = 3
+    memory_bytes = roomy.config.memory_bytes + shared_pages * roomy.groups[1].pool.stride
+    cache = KVCache(layers, CacheConfig(EXACT, memory_bytes, SLACK, MAX_STEP))
+    origin = filled(cache, 150)
+    fork = cache.fork(origin)
+    for sequence in (origin, fork):
+        assert cache.reserve(sequence, tokens)
+    assert cache.used_bytes <= memory_bytes
+    for start in range(150, 600, 50):
+        append(cache, origin, *range(start, start + 50))
+        check_books(cache)
+    assert holds(cache, origin, *range(600))
+    assert held_from(cache, fork, 1) == 0
+    for start in range(150, 600, 50):
+        append(cache, fork, *range(start, start + 50))
+        check_books(cache)
+    assert holds(cache, fork, *range(600))
+
+
+# --- interrupts -------------------------------------------------------------------------------------------------------
+
+
+def test_an_interrupt_at_any_call_to_the_system_loses_no_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = 0
+    interrupted_at = 0
+
+    def interruptible(original: Callable[..., None]) -> Callable[..., None]:
+        def call(*args: object) -> None:
+            nonlocal calls
+            original(*args)
+            calls += 1
+            if calls == interrupted_at:
+                raise KeyboardInterrupt
+
+        return call
+
+    for owner, name in (
+        (page_pool.ReservedRange, "commit"),
+        (page_pool.ReservedRange, "decommit"),
+        (page_pool.PagePool, "copy"),
+    ):
+        monkeypatch.setattr(owner, name, interruptible(getattr(owner, name)))
+    finished = False
+    while not finished:
+        calls, interrupted_at = 0, interrupted_at + 1
+        cache = cache_of(400, (FULL, WINDOWED), sequences=3)
+        with contextlib.suppress(KeyboardInterrupt):
+            origin = filled(cache, 250)
+            fork = cache.fork(origin)
+            assert cache.reserve(fork, 400)
+            append(cache, fork, *range(100))
+            cache.rewind(fork, 300)
+            append(cache, fork, *range(100))
+            cache.release(origin)
+            cache.rewind(fork, 0)
+            finished = True
+        check_books(cache)
+        for sequence in list(cache._sequences):
+            cache.release(sequence)
+        assert cache.used_bytes == 0
+        check_books(cache)
+    assert interrupted_at > 20
+
+
+# --- other devices and systems ----------------------------------------------------------------------------------------
+
+
+def test_where_no_range_can_be_reserved_the_pages_move_when_they_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_pool, "_storage", page_pool.GrowingTensor)
+    cache = cache_of(1500, (FULL, WINDOWED), sequences=2)
+    with torch.inference_mode():
+        origin = filled(cache, 700)
+    fork = cache.fork(origin)
+    assert cache.reserve(fork, 1500)
+    for start in range(700, 1500, 50):
+        append(cache, fork, *range(start, start + 50))
+    assert holds(cache, origin, *range(700))
+    assert holds(cache, fork, *range(1500))
+    check_books(cache)
+
+
+# --- configuration ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("text", "size"),
+    ("changes", "message"),
     [
-        ("512MiB", 512 * 2**20),
-        ("2GB", 2 * 10**9),
-        ("1.5 KiB", 1536),
-        ("7", 7),
-        (4096, 4096),
-        ("1TiB", 2**40),
-        ("1TB", 10**12),
-        ("1.5t", 1_500_000_000_000),
+        ({"memory_bytes": 0}, "at least 1"),
+        ({"rewind_slack_tokens": -1}, "rewind_slack_tokens is -1: it must be at least 0"),
+        ({"max_step_tokens": 0}, "max_step_tokens is 0: it must be at least 1"),
     ],
 )
-def test_sizes_are_read(text: str | int, size: int) -> None:
-    assert parse_bytes(text) == size
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", "-1", "0", "1 parsec", "MiB", "1e9", "nan", "0.1", True, None, -5, "9" * 400, 10**400, "9e99TiB"],
-    ids=lambda text: f"{text!r:.20}",
-)
-def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(OptionError, match="is not a size in bytes") as caught:
-        parse_bytes(text)
-    assert len(str(caught.value)) < 200
-
-
-def test_a_number_that_python_does_not_write_out_is_no_size_either() -> None:
-    with pytest.raises(OptionError, match="is not a size in bytes"):
-        parse_bytes(10**5000)
+def test_configurations_are_checked(changes: dict[str, int], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        CacheConfig(**{"kv_format": EXACT, "memory_bytes": 1, **changes})  # type: ignore[arg-type]

@@ -7,11 +7,12 @@ import itertools
 import pytest
 
 from kvist.cache.page_layout import LANES, PAGE_SLOTS, LayerGroup, PageLayout, layer_groups, storage_format
-from kvist.config import STORAGE_FORMATS, KVFormat, LayerConfig
+from kvist.config import LayerConfig
 from kvist.errors import OptionError
 from kvist.kernels import native
+from kvist.kv_format import KV_FORMATS, KVFormat
 
-PAIRS = [KVFormat(keys, values) for keys, values in itertools.product(STORAGE_FORMATS, repeat=2)]
+PAIRS = [KVFormat(keys, values) for keys, values in itertools.product(KV_FORMATS, repeat=2)]
 HEAD_DIMS = (8, 64, 80, 96, 128, 256)
 
 
@@ -25,7 +26,7 @@ def test_a_model_without_full_attention_has_no_group_for_it() -> None:
 
 
 def test_every_format_of_the_configuration_has_a_layout_and_no_other() -> None:
-    assert set(native.page_layout()["formats"]) == set(STORAGE_FORMATS)
+    assert set(native.page_layout()["formats"]) == set(KV_FORMATS)
 
 
 @pytest.mark.parametrize("kv_format", PAIRS, ids=str)
@@ -59,7 +60,7 @@ def test_layers_of_one_group_may_differ() -> None:
     assert mixed.layers[1].offset == PAGE_SLOTS * 2 * 64 * (2 + 4)
 
 
-@pytest.mark.parametrize("name", STORAGE_FORMATS)
+@pytest.mark.parametrize("name", KV_FORMATS)
 @pytest.mark.parametrize("head_dim", [8, 64, 80])
 def test_every_code_has_a_place_of_its_own(name: str, head_dim: int) -> None:
     storage = storage_format(name)
@@ -73,7 +74,7 @@ def test_every_code_has_a_place_of_its_own(name: str, head_dim: int) -> None:
         assert len(bits) == PAGE_SLOTS * head_dim * storage.bits
 
 
-@pytest.mark.parametrize("name", STORAGE_FORMATS)
+@pytest.mark.parametrize("name", KV_FORMATS)
 def test_a_lane_holds_consecutive_dims_of_a_key_and_consecutive_slots_of_a_value(name: str) -> None:
     codes = storage_format(name).codes_per_lane
     for other in range(codes):
@@ -81,7 +82,7 @@ def test_a_lane_holds_consecutive_dims_of_a_key_and_consecutive_slots_of_a_value
         assert native.code_place("values", name, 64, codes + other, 17)[0] // 4 == 64 // codes * LANES + LANES + 1
 
 
-@pytest.mark.parametrize("name", [name for name in STORAGE_FORMATS if storage_format(name).scalars])
+@pytest.mark.parametrize("name", [name for name in KV_FORMATS if storage_format(name).scalars])
 @pytest.mark.parametrize("head_dim", [64, 80])
 def test_every_scalar_has_a_place_of_its_own(name: str, head_dim: int) -> None:
     storage = storage_format(name)

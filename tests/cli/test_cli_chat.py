@@ -141,10 +141,10 @@ def test_a_full_context_names_the_command_that_empties_it(kvist, small_llm, type
 
 
 def test_a_full_cache_names_the_command_that_empties_it(kvist, small_llm, typed):
-    small_llm(kv_memory=80 * engine_fakes.BYTES_PER_TOKEN)
-    typed("x" * 100, "x" * 20, "y" * 20, "/reset", "y" * 20)
+    small_llm(kv_memory=engine_fakes.memory_for(64))
+    typed("x" * 100, "x" * 12, "y" * 20, "/reset", "y" * 20)
     outcome = kvist("chat", "--max-tokens", "30")
-    assert outcome.out == f"{'x' * 20}\n{'y' * 20}\n"
+    assert outcome.out == f"{'x' * 12}\n{'y' * 20}\n"
     too_long, full = [line for line in outcome.err.splitlines() if line.startswith("error: ")]
     assert too_long.endswith("shorten the prompt, lower max_tokens or raise kv_memory")
     assert full.endswith("raise kv_memory, or forget the conversation with /reset")
@@ -165,3 +165,10 @@ def test_a_measurement_refuses_them_in_the_same_words(kvist, threads):
 def test_wrong_option_is_one_line_before_anything_is_loaded(kvist, fake_llm):
     assert kvist("chat", "--top-p", "0").error == "top_p is 0.0: it must be above 0 and at most 1"
     assert not fake_llm.loaded_with
+
+
+def test_answers_are_drawn_and_ended_as_asked(kvist, small_llm, typed):
+    small_llm()
+    typed("abcabc")
+    assert kvist("chat", "--stop", "ca", "--top-k", "1", "--min-p", "0.1", "--repetition-penalty", "1").out == "ab\n"
+    assert kvist("chat", "--top-k", "-1").error.startswith("top_k is -1: ")

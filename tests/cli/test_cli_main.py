@@ -3,10 +3,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import warnings
 
 import pytest
 
-VERBS = ("run", "chat", "pull", "models", "bench")
+from kvist.errors import OptionError
+
+VERBS = ("run", "chat", "plan", "eval", "pull", "models", "bench")
 
 
 def fresh(code: str, *, stdout: int = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
@@ -84,3 +87,14 @@ def test_reader_that_goes_away_is_no_error():
     done = fresh(WRITING, stdout=writing)
     os.close(writing)
     assert (done.returncode, done.stderr) == (1, "")
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_warning_is_a_line(kvist, monkeypatch):
+    def warn(*arguments, **named):
+        warnings.warn("something is slower than it could be", RuntimeWarning, stacklevel=2)
+        raise OptionError("enough")
+
+    monkeypatch.setattr("kvist.cli.options.open_llm", warn)
+    outcome = kvist("run", "hello")
+    assert outcome.err == "note: something is slower than it could be\nerror: enough\n"

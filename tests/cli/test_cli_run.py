@@ -105,7 +105,7 @@ def test_options_reach_the_model_and_the_sampler(kvist, fake_llm):
         *("--min-p", "0.1", "--repetition-penalty", "1.2", "--stop", "a", "--stop", "b", "--seed", "11"),
     )
     loaded = {name: fake_llm.loaded_with[name] for name in ("model", "weights_format", "kv_format", "kv_memory")}
-    assert loaded == {"model": "m", "weights_format": "fp32", "kv_format": "fp32", "kv_memory": 2 << 20}
+    assert loaded == {"model": "m", "weights_format": "fp32", "kv_format": "fp32", "kv_memory": "2MiB"}
     assert fake_llm.loaded_with["threads"] == 3
     assert fake_llm.asked[0][1] == SamplingParams(
         max_tokens=7, temperature=0.5, top_p=0.9, top_k=4, min_p=0.1, repetition_penalty=1.2, stop=("a", "b"), seed=11
@@ -126,7 +126,7 @@ def test_defaults_are_those_of_the_python_api(kvist, fake_llm):
         (["--max-tokens", "0"], "max_tokens is 0: it must be at least 1"),
         (["--kv-format", "bf61"], "unknown kv_format 'bf61': did you mean 'bf16'? known: bf16, fp32"),
         (["--weights-format", "int3"], "unknown weights_format 'int3'"),
-        (["--kv-memory", "-5"], "'-5' is not a size in bytes: write it like 512MiB or 2GB"),
+        (["--kv-memory", "-5"], "'-5' is not a size in bytes: write it like 512MiB, or 50% of what is free"),
         (["--threads", "0"], "--threads is 0: it must be from 1 to 1024, best the number of CPUs"),
         (["--threads", "-1"], "--threads is -1: it must be from 1 to 1024"),
         (["--threads", "2000000"], "--threads is 2000000: it must be from 1 to 1024"),

@@ -10,11 +10,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from engine_fakes import BYTES_PER_TOKEN, ByteTokenizer, HashingDecoder, tiny_config
+from engine_fakes import ByteTokenizer, HashingDecoder, memory_for, tiny_config
 from kvist.cache.kv_cache import KVCache
 from kvist.config import CacheConfig, EngineConfig, SamplingParams
 from kvist.engine import DeltaStream, Engine, Request
 from kvist.errors import CacheFullError, NumericsError, PromptError, StateError
+from kvist.kv_format import LayerFormats
 from kvist.models.step_inputs import StepInputs
 
 
@@ -27,8 +28,11 @@ def engine_of(
     max_context: int = 1024,
 ) -> Engine:
     config = tiny_config(max_context)
-    cache = KVCache(config.layers, CacheConfig("bf16", tokens * BYTES_PER_TOKEN))
     engine_config = EngineConfig(max_step_tokens, min(max_sequences, max_step_tokens))
+    cache_config = CacheConfig(
+        LayerFormats.parse("bf16"), memory_for(tokens), max_step_tokens=engine_config.max_step_tokens
+    )
+    cache = KVCache(config.layers, cache_config)
     return Engine(decoder or HashingDecoder(), config, cache, ByteTokenizer().decode, {257}, engine_config)
 
 
@@ -71,7 +75,7 @@ ALONE = [tokens_of(engine_of(), [request])[0] for request in some_requests(12)]
 
 
 @pytest.mark.parametrize(
-    ("max_step_tokens", "max_sequences", "tokens"), [(1024, 64, 4096), (1, 1, 4096), (7, 3, 4096), (64, 64, 200)]
+    ("max_step_tokens", "max_sequences", "tokens"), [(1024, 64, 4096), (1, 1, 4096), (7, 3, 4096), (64, 64, 192)]
 )
 def test_a_ragged_batch_gives_what_each_gives_alone(max_step_tokens: int, max_sequences: int, tokens: int) -> None:
     """In one go, a token at a time, in small chunks, and waiting for memory."""
@@ -120,7 +124,7 @@ def test_threads_share_steps_and_get_what_each_gets_alone() -> None:
 
 
 def test_a_thread_that_steps_on_and_on_does_not_starve_another() -> None:
-    engine = engine_of(max_context=100_000, tokens=20_000)
+    engine = engine_of(max_context=100_000, tokens=19_968)
     long = DeltaStream(engine, engine.submit([request_of("a", max_tokens=10_000, ignore_eos=True)])[0])
     stop, answered = threading.Event(), threading.Event()
 
@@ -241,9 +245,9 @@ def unchecked(prompt: str, **params: object) -> Request:
     return request
 
 
-@pytest.mark.parametrize("params", [{"top_k": 2.5}, {"logprobs": 2.5}, {"max_tokens": 2.5}], ids=str)
+@pytest.mark.parametrize("params", [{"top_k": 2.5}, {"logprobs": 2.5}], ids=str)
 def test_an_error_that_nobody_expects_fails_its_request_alone(params: dict[str, object]) -> None:
-    """In sampling and in planning, whichever thread takes the step."""
+    """Whichever thread takes the step."""
     engine = engine_of()
     good = DeltaStream(engine, engine.submit([request_of("abc", max_tokens=5)])[0])
     (bad,) = engine.submit([unchecked("abc", **params)])
@@ -334,16 +338,16 @@ def test_the_context_ends_the_text() -> None:
 
 
 def test_a_request_that_can_never_fit_is_refused_at_once_and_says_what_would() -> None:
-    engine = engine_of(tokens=100)
+    engine = engine_of(tokens=128)
     with pytest.raises(CacheFullError) as caught:
-        engine.run([request_of([1] * 60, max_tokens=50)])
+        engine.run([request_of([1] * 60, max_tokens=70)])
     assert str(caught.value) == (
-        "the request needs room for 110 tokens (0.0 MiB), 60 of the prompt and 50 to generate, but the cache holds "
-        "100 tokens (0.0 MiB): shorten the prompt, lower max_tokens or raise kv_memory"
+        "the request needs room for 130 tokens (24.0 KiB), 60 of the prompt and 70 to generate, but the cache holds "
+        "128 tokens (16.0 KiB): shorten the prompt, lower max_tokens or raise kv_memory"
     )
-    assert len(tokens_of(engine, [request_of([1] * 60, max_tokens=40, ignore_eos=True)])[0]) == 40
+    assert len(tokens_of(engine, [request_of([1] * 60, max_tokens=68, ignore_eos=True)])[0]) == 68
 
 
 def test_room_is_reserved_for_no_more_than_the_context() -> None:
-    engine = engine_of(tokens=100, max_context=100)
+    engine = engine_of(tokens=128, max_context=100)
     assert len(engine.run([request_of("abc", max_tokens=10**9, ignore_eos=True)])[0].token_ids) == 97

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from key_texts import random, statics_of
 
-from kvist.config import STORAGE_FORMATS
 from kvist.kernels.codec import VectorCodec, storage_formats
-from kvist.kernels.key_statics import KeyMoments, KeyStatics, key_statics
+from kvist.kernels.key_statics import KeyStatics
 from kvist.kernels.rotation import rotate
+from kvist.kv_format import KV_FORMATS
 
 FORMATS = storage_formats()
 HEAD_DIMS = (8, 24, 64, 80, 96, 128, 256)
 QUANTISED = ("int8", "int4")
-
-
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+FIRST_PAGE = torch.zeros(1, dtype=torch.int64)
 
 
 def codec_of(name: str, head_dim: int, statics: KeyStatics | None = None) -> VectorCodec:
@@ -24,28 +22,7 @@ def codec_of(name: str, head_dim: int, statics: KeyStatics | None = None) -> Vec
 
 
 def round_trip(codec: VectorCodec, x: torch.Tensor) -> torch.Tensor:
-    return codec.decode(*codec.encode(x))
-
-
-def text_like(head_dim: int, num_kv_heads: int = 2, num_tokens: int = 300) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries and keys `[K, N, D]` with what real ones have: means, a few large dims, a first token like no other."""
-    spread = random(num_kv_heads, 1, head_dim, seed=1).exp()
-    k = random(num_kv_heads, num_tokens, head_dim, seed=2) * spread + 3 * random(num_kv_heads, 1, head_dim, seed=3)
-    k[:, 0] *= 4
-    mixing = random(num_kv_heads, head_dim, head_dim, seed=4) * torch.linspace(0.05, 1, head_dim) ** 3
-    return random(num_kv_heads, num_tokens, head_dim, seed=5) @ mixing, k
-
-
-def moments_of(q: torch.Tensor, k: torch.Tensor) -> KeyMoments:
-    q, k = q.double(), k.double()
-    mean = k.mean(1)
-    received = (q @ k.mT * k.shape[-1] ** -0.5).softmax(-1).mean(1)
-    moment = torch.einsum("kt,ktd->kd", received, (k - mean[:, None]).square())
-    return KeyMoments(mean, moment, q.mT @ q / q.shape[1])
-
-
-def statics_of(head_dim: int) -> KeyStatics:
-    return key_statics(moments_of(*text_like(head_dim)), FORMATS["int4"].group_dims(head_dim))
+    return codec.decode(*codec.encode(x, FIRST_PAGE), FIRST_PAGE)
 
 
 # --- the rotation -----------------------------------------------------------------------------------------------------
@@ -119,7 +96,7 @@ def test_large_dims_do_not_drown_the_others(name: str) -> None:
     assert error[5].square().mean() < 3 * error.square().mean()
 
 
-@pytest.mark.parametrize("name", STORAGE_FORMATS)
+@pytest.mark.parametrize("name", KV_FORMATS)
 def test_zeros_come_back_as_zeros(name: str) -> None:
     x = torch.zeros(64, 1, 3)
     assert torch.equal(round_trip(codec_of(name, 64), x), x)
@@ -128,11 +105,11 @@ def test_zeros_come_back_as_zeros(name: str) -> None:
 @pytest.mark.parametrize("name", QUANTISED)
 def test_steps_too_small_to_divide_by_are_none(name: str) -> None:
     codec = codec_of(name, 64)
-    codes, scalars = codec.encode(random(64, 2, 5) * 1e-33)
+    codes, scalars = codec.encode(random(64, 2, 5) * 1e-33, FIRST_PAGE)
     assert scalars is not None
     assert not codes.any()
     assert not scalars[:, 0].any()
-    assert (codec.decode(codes, scalars).abs() <= 1e-31).all()
+    assert (codec.decode(codes, scalars, FIRST_PAGE).abs() <= 1e-31).all()
 
 
 @pytest.mark.parametrize("name", QUANTISED)
@@ -142,11 +119,11 @@ def test_a_vector_that_is_not_finite_is_none_as_a_whole(name: str, bad: float, h
     x = random(head_dim, 2, 4)
     x[7, 1, 2], x[9, 1, 2] = bad, bad
     codec = codec_of(name, head_dim)
-    codes, scalars = codec.encode(x)
+    codes, scalars = codec.encode(x, FIRST_PAGE)
     assert scalars is not None
     assert scalars[:, :, 1, 2].isnan().all()
     assert not codes[:, 1, 2].any()
-    y = codec.decode(codes, scalars)
+    y = codec.decode(codes, scalars, FIRST_PAGE)
     assert y[:, 1, 2].isnan().all()
     good = round_trip(codec, random(head_dim, 2, 4))
     others = torch.tensor([True, True, False, True])
@@ -158,31 +135,47 @@ def test_a_vector_that_is_not_finite_is_none_as_a_whole(name: str, bad: float, h
 
 
 @pytest.mark.parametrize("with_statics", [False, True])
-@pytest.mark.parametrize("name", STORAGE_FORMATS)
+@pytest.mark.parametrize("name", KV_FORMATS)
 @pytest.mark.parametrize("head_dim", [64, 80, 256])
 def test_codes_do_not_depend_on_company_or_memory_order(name: str, head_dim: int, with_statics: bool) -> None:
-    codec = codec_of(name, head_dim, statics_of(head_dim) if with_statics else None)
+    statics = statics_of(head_dim) if with_statics else None
+    codec = codec_of(name, head_dim, statics)
     x = random(head_dim, 2, 67, seed=3) * 5
-    codes, scalars = codec.encode(x)
+    numbers = torch.arange(67) * 31 % 40
+    codes, scalars = codec.encode(x, numbers)
     by_token = x.permute(2, 1, 0).contiguous().permute(2, 1, 0)
-    alone = [codec.encode(by_token[:, :, [token]]) for token in range(67)]
+    alone = [codec_of(name, head_dim, statics).encode(by_token[:, :, [row]], numbers[[row]]) for row in range(67)]
     assert torch.equal(torch.cat([one for one, _ in alone], dim=-1), codes)
     if scalars is not None:
         assert torch.equal(torch.cat([one for _, one in alone if one is not None], dim=-1), scalars)
+    decoded = codec.decode(codes, scalars, numbers)
+    assert torch.equal(torch.cat([codec.decode(*alone[row], numbers[[row]]) for row in range(67)], dim=-1), decoded)
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_a_run_of_one_page_is_as_its_tokens_one_by_one(name: str) -> None:
+    codec = codec_of(name, 64, statics_of(64))
+    x, numbers = random(64, 2, 21), torch.tensor([7, 0, 90])
+    of_runs, of_tokens = codec.encode(x, numbers), codec.encode(x, numbers.repeat_interleave(7))
+    assert all(torch.equal(one, other) for one, other in zip(of_runs, of_tokens, strict=True))
+    assert torch.equal(codec.decode(*of_runs, numbers), codec.decode(*of_tokens, numbers.repeat_interleave(7)))
+    nothing = codec.encode(x[:, :, :0], numbers[:0])
+    assert codec.decode(*nothing, numbers[:0]).shape == (64, 2, 0)
 
 
 @pytest.mark.parametrize("name", QUANTISED)
 def test_codes_do_not_depend_on_threads(name: str) -> None:
-    codec = codec_of(name, 64, statics_of(64))
-    x = random(64, 2, 3000)
+    statics = statics_of(64)
+    x, numbers = random(64, 2, 3000), torch.arange(3000) // 64
     before = torch.get_num_threads()
     outcomes = []
     try:
         for num_threads in (1, 3):
             torch.set_num_threads(num_threads)
-            codes, scalars = codec.encode(x)
+            codec = codec_of(name, 64, statics)
+            codes, scalars = codec.encode(x, numbers)
             assert scalars is not None
-            outcomes.append((codes, scalars, codec.decode(codes, scalars)))
+            outcomes.append((codes, scalars, codec.decode(codes, scalars, numbers)))
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(one, other) for one, other in zip(*outcomes, strict=True))
@@ -194,68 +187,3 @@ def test_what_was_decoded_encodes_to_itself_nearly(name: str) -> None:
     once = round_trip(codec, random(64, 2, 50))
     twice = round_trip(codec, once)
     assert (twice - once).abs().max() < (1e-5 if name == "int8" else 0.3)
-
-
-# --- statics ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("head_dim", [64, 80, 256])
-def test_statics_have_their_shapes(head_dim: int) -> None:
-    statics = statics_of(head_dim)
-    group_dims = FORMATS["int4"].group_dims(head_dim)
-    q, k = text_like(head_dim)
-    assert torch.allclose(statics.offset, k.mean(1), atol=1e-5)
-    assert statics.feedback.shape == (2, head_dim // group_dims, group_dims, group_dims)
-    assert torch.equal(statics.feedback, statics.feedback.tril())
-    assert torch.equal(statics.feedback.diagonal(dim1=-2, dim2=-1), torch.ones(2, head_dim // group_dims, group_dims))
-    # A scale has no size of its own: queries stand divided by it.
-    assert torch.allclose(statics.scale.log().mean(-1), torch.zeros(2), atol=0.05)
-    assert q.shape == k.shape
-
-
-def test_dims_that_the_text_never_used_do_no_harm() -> None:
-    q, k = text_like(64)
-    q[:, :, 3], k[:, :, 9] = 0, 0
-    statics = key_statics(moments_of(q, k), 32)
-    for part in (statics.offset, statics.scale, statics.feedback):
-        assert part.isfinite().all()
-    assert (statics.scale > 0).all()
-
-
-@pytest.mark.parametrize("name", QUANTISED)
-@pytest.mark.parametrize("head_dim", [64, 80, 128])
-def test_statics_bring_scores_nearer(name: str, head_dim: int) -> None:
-    """What counts is the error of q . k less what it has in common over the keys, which softmax does not see."""
-    q, k = text_like(head_dim)
-    keys = k.permute(2, 0, 1)
-
-    def score_error(statics: KeyStatics | None) -> float:
-        error = (round_trip(codec_of(name, head_dim, statics), keys) - keys).permute(1, 2, 0)
-        return float((q @ error.mT).square().mean().sqrt())
-
-    statics = statics_of(head_dim)
-    without_feedback = KeyStatics(statics.offset, statics.scale, torch.eye(32).expand(2, head_dim // 32, 32, 32))
-    assert score_error(statics) < 0.75 * score_error(None)
-    if name == "int4" and head_dim % 32 == 0:
-        assert score_error(statics) < 0.9 * score_error(without_feedback)
-
-
-def test_feedback_without_correlation_rounds_to_the_nearest() -> None:
-    plain = KeyStatics(torch.zeros(2, 64), torch.ones(2, 64), torch.eye(32).expand(2, 2, 32, 32))
-    x = random(64, 2, 100)
-    codes, scalars = codec_of("int4", 64, plain).encode(x)
-    expected, expected_scalars = codec_of("int4", 64).encode(x)
-    assert torch.equal(codes, expected)
-    assert scalars is not None
-    assert expected_scalars is not None
-    assert torch.equal(scalars, expected_scalars)
-
-
-def test_a_shared_key_costs_quantised_scores_nothing() -> None:
-    """Keys that differ little from their mean are coded by the difference."""
-    k = 100 * random(2, 1, 64) + random(2, 500, 64, seed=1)
-    q = random(2, 500, 64, seed=2)
-    statics = key_statics(moments_of(q, k), 32)
-    keys = k.permute(2, 0, 1)
-    off = (round_trip(codec_of("int4", 64, statics), keys) - keys).square().mean().sqrt()
-    assert off < 0.2 < 5 < (round_trip(codec_of("int4", 64), keys) - keys).square().mean().sqrt()

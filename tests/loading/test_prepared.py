@@ -109,7 +109,7 @@ def test_a_file_of_another_kind_is_refused_before_it_is_read_to_its_end(
     with path.open("wb") as file:
         file.write(b"PK\x03\x04")
         file.truncate(100 << 30)
-    monkeypatch.setattr(prepared, "_file_hash", None)
+    monkeypatch.setattr(prepared, "file_hash", None)
     with pytest.raises(ModelFileError, match="is not a GGUF file: it is a ZIP archive"):
         prepared_copy(path, "bf16", no_progress)
 

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from kvist.cache.kv_cache import KVCache, Span
 from kvist.config import CacheConfig
+from kvist.kv_format import LayerFormats
 from kvist.models.decoder import Decoder
 from kvist.models.registry import build_decoder, decoder_config
 from kvist.models.step_inputs import StepInputs
@@ -111,9 +112,8 @@ def tiny_model(family: str, directory: Path) -> TinyModel:
     return TinyModel(oracle, decoder, raw)
 
 
-def new_cache(decoder: Decoder, kv_format: str = "fp32", num_tokens: int = 4096) -> KVCache:
-    scalars = sum(2 * layer.num_kv_heads * layer.head_dim for layer in decoder.config.layers)
-    return KVCache(decoder.config.layers, CacheConfig(kv_format, scalars * 4 * num_tokens))
+def new_cache(decoder: Decoder, kv_format: str = "fp32", memory_bytes: int = 2**30) -> KVCache:
+    return KVCache(decoder.config.layers, CacheConfig(LayerFormats.parse(kv_format), memory_bytes))
 
 
 def run_step(

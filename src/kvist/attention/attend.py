@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
+
 import torch
 
-from kvist.cache.kv_cache import CacheView
-from kvist.kernels import sdpa
+from kvist.cache.cache_view import CacheView
+from kvist.kernels import sdpa, split_attention
+from kvist.kv_format import KVFormat
+
+# PyTorch's own attention takes these: it rounds as Hugging Face models do, but in another way for another number of
+# tokens.
+_PLAIN = (KVFormat("bf16", "bf16"), KVFormat("fp32", "fp32"))
 
 
-def kernel_name() -> str:
-    """Which kernel `attend` runs."""
-    return "torch-sdpa"
+def kernel_name(kv_format: KVFormat) -> str:
+    """Which kernel `attend` runs over pages of a format."""
+    return "torch-sdpa" if kv_format in _PLAIN else "torch-split"
 
 
 def attend(
@@ -18,6 +26,7 @@ def attend(
     cache: CacheView,
     layer: int,
     *,
+    num_kv_heads: int,
     scale: float,
     window: int | None = None,
 ) -> torch.Tensor:
@@ -25,18 +34,41 @@ def attend(
 
     Args:
         q: `[T, H, D]`, packed as the view's spans are.
-        cache: holds this step's keys and values already.
+        cache: holds this step's keys and values already. Pages are read through their storage format.
         layer: whose keys and values are read.
-        scale, window: as in `kernels.reference.attention`.
+        num_kv_heads, scale, window: as in `kernels.split_attention.attention`.
 
     Returns:
         `[T, H, D]` in the dtype of `q`.
     """
+    if cache.format(layer) in _PLAIN:
+        return _attend_plain(q, cache, layer, scale=scale, window=window)
+    return attend_splits(q, cache, layer, num_kv_heads=num_kv_heads, scale=scale, window=window)
+
+
+def attend_splits(
+    q: torch.Tensor, cache: CacheView, layer: int, *, num_kv_heads: int, scale: float, window: int | None = None
+) -> torch.Tensor:
+    """As `attend`, by `kernels.split_attention`: a token has the same bits, however its context was computed."""
     mixed = torch.empty_like(q)
-    for index, (span, row, first) in enumerate(zip(cache.spans, cache.row_starts, cache.first_positions, strict=True)):
+    for index, (rows, first) in enumerate(_spans(cache)):
+        read = partial(cache.read_split, layer, index)
+        mixed[rows] = split_attention.attention(
+            q[rows], read, first, num_kv_heads=num_kv_heads, scale=scale, window=window
+        )
+    return mixed
+
+
+def _attend_plain(q: torch.Tensor, cache: CacheView, layer: int, *, scale: float, window: int | None) -> torch.Tensor:
+    mixed = torch.empty_like(q)
+    for index, (rows, first) in enumerate(_spans(cache)):
         # Keys before the first query's window are seen by no query of the span.
-        start = 0 if window is None else max(0, first - window + 1)
-        keys, values = cache.read(layer, index, start)
-        rows = slice(row, row + span.num_tokens)
+        keys, values = cache.read(layer, index, 0 if window is None else max(0, first - window + 1))
         mixed[rows] = sdpa.attention(q[rows], keys, values, scale=scale, window=window)
     return mixed
+
+
+def _spans(cache: CacheView) -> Iterator[tuple[slice, int]]:
+    """The rows of each span, and the position of the first."""
+    for span, row, first in zip(cache.spans, cache.row_starts, cache.first_positions, strict=True):
+        yield slice(row, row + span.num_tokens), first

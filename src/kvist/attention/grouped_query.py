@@ -17,7 +17,7 @@ from torch import nn
 
 from kvist.attention.attend import attend
 from kvist.attention.rope import apply_rope
-from kvist.cache.kv_cache import CacheView
+from kvist.cache.cache_view import CacheView
 
 
 class GroupedQueryAttention(nn.Module):
@@ -50,6 +50,7 @@ class GroupedQueryAttention(nn.Module):
         k_norm: nn.Module | None = None,
     ) -> None:
         super().__init__()
+        self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.scale = scale
         self.window = window
@@ -64,13 +65,19 @@ class GroupedQueryAttention(nn.Module):
         self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], cache: CacheView, layer: int
     ) -> torch.Tensor:
         """Attention of the step's tokens `x` `[T, E]` over their sequences; returns `[T, E]`."""
+        q, k, v = self.project(x, rope)
+        cache.write(layer, k, v)
+        mixed = attend(q, cache, layer, num_kv_heads=self.num_kv_heads, scale=self.scale, window=self.window)
+        y: torch.Tensor = self.o_proj(mixed.flatten(1))
+        return y
+
+    def project(
+        self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries `[T, H, D]`, keys and values `[T, K, D]` of tokens `x` `[T, E]`, as attention takes them."""
         q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
         k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = apply_rope(q, rope), apply_rope(k, rope)
-        cache.write(layer, k, v)
-        mixed = attend(q, cache, layer, scale=self.scale, window=self.window)
-        y: torch.Tensor = self.o_proj(mixed.flatten(1))
-        return y
+        return apply_rope(q, rope), apply_rope(k, rope), v

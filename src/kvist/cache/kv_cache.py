@@ -1,71 +1,37 @@
-"""The KV cache that the engine and the layers see, kept as one contiguous tensor per sequence and layer.
+"""The KV cache that the engine sees: sequences whose keys and values lie in pages, within one budget of bytes.
 
-                    capacity
-           +-----------------------+
-    k   K  | written |  this step  | spare      [K, capacity, D] per layer; v likewise
-           +-----------------------+
-            0..length  view(spans)
+                        full attention           window of 512
+    sequence 0   table  [p0 p1 p4 p5 p6]         [ .  .  . p2 p3]        a table per sequence and layer group
+    sequence 1   table  [p0 p1 p2 p3]            [p0 p1 p4]              p0, p1: shared with the fork it came from
+                           |                        |
+                 pool   |p0|p1|p2|p3|p4|...      |p0|p1|p2|p3|p4|...     a pool per layer group
 
 The engine opens a sequence, reserves room, asks for the view of a step and commits it when the step is through; the
-layers write to the view and read from it. Keys and values are never expanded to all query heads.
+layers write to the view and read from it.
+
+The account is the sum of two things, over all groups: the pages in use, each counted once however many share it, and
+the pages promised, those that sequences may still take to grow to what they have reserved. `reserve`, `fork` and
+`rewind` are refused, and change nothing, where the account would exceed the budget. A step takes only pages that are
+promised. So a sequence that has reserved its room can always go on, and a step never fails half-way for want of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 
+from kvist.cache.cache_view import CachedSequence, CacheGroup, CacheView, Span
+from kvist.cache.page_codec import PageCodec
+from kvist.cache.page_layout import PAGE_SLOTS
+from kvist.cache.page_pool import PagePool
+from kvist.cache.page_table import PageTable
+from kvist.cache.plan import CachePlan, kv_bytes_per_token
 from kvist.config import CacheConfig, LayerConfig
+from kvist.errors import CacheFullError, OptionError, ReservationError, RewindError, SequenceError
+from kvist.kernels.key_statics import KeyStatics
 
-STORAGE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-
-# A sequence grows by at least this many tokens and by half of itself, so that a token costs no copy of the others.
-_LEAST_GROWTH = 64
-
-
-def kv_bytes_per_token(layers: Sequence[LayerConfig], kv_format: str) -> int:
-    """Bytes of keys and values of one token over all layers."""
-    scalars = sum(2 * layer.num_kv_heads * layer.head_dim for layer in layers)
-    return scalars * STORAGE_DTYPES[kv_format].itemsize
-
-
-@dataclass(frozen=True)
-class Span:
-    """A run of consecutive new tokens of one sequence in a step."""
-
-    sequence_id: int
-    num_tokens: int
-
-
-class _Storage:
-    """One sequence's keys and values. `length` tokens are committed, `capacity` fit into every layer."""
-
-    def __init__(self, layers: Sequence[LayerConfig], dtype: torch.dtype, device: torch.device) -> None:
-        self.length = 0
-        self.capacity = 0
-        self.keys = [torch.empty(layer.num_kv_heads, 0, layer.head_dim, dtype=dtype, device=device) for layer in layers]
-        self.values = [keys.clone() for keys in self.keys]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
-
-    def grow(self, capacity: int) -> None:
-        """Make every layer's tensors hold `capacity` tokens, one after another.
-
-        Old and new are held together for one tensor only. Where memory runs out on the way, those before stay larger
-        than they need be until the next growth, and nothing is lost.
-        """
-        for tensors in (self.keys, self.values):
-            for layer, old in enumerate(tensors):
-                if old.shape[1] != capacity:
-                    grown = old.new_empty(old.shape[0], capacity, old.shape[2])
-                    grown[:, : self.length] = old[:, : self.length]
-                    tensors[layer] = grown
-        self.capacity = capacity
+__all__ = ["CacheView", "KVCache", "Span", "kv_bytes_per_token"]
 
 
 class KVCache:
@@ -73,138 +39,299 @@ class KVCache:
 
     Args:
         layers: the shape of each layer's cache.
-        config: storage format and budget.
-        device: where the tensors live.
+        config: storage format, budget, and what windows keep.
+        device: where the pages are.
+        key_statics: for each layer, what its quantised keys are coded with; None: nothing.
+
+    Attributes:
+        layers, config, device: as given.
+        formats: how each layer is stored.
+        plan: what sequences cost.
+        groups: the layer groups with their pools, full attention first, then the windows, ascending.
+        bytes_per_token: of one token's slots over all layers.
+
+    Raises:
+        OptionError: the budget is less than one page of each group, or the format cannot take a head dim.
+        CacheFullError: the system grants no address range of the budget's size.
     """
 
-    def __init__(self, layers: Sequence[LayerConfig], config: CacheConfig, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        layers: Sequence[LayerConfig],
+        config: CacheConfig,
+        device: torch.device | str = "cpu",
+        *,
+        key_statics: Sequence[KeyStatics | None] | None = None,
+    ) -> None:
         self.layers = tuple(layers)
         self.config = config
         self.device = torch.device(device)
-        self.dtype = STORAGE_DTYPES[config.kv_format]
-        self.bytes_per_token = kv_bytes_per_token(self.layers, config.kv_format)
-        self._sequences: dict[int, _Storage] = {}
+        self.formats = config.kv_format.of(len(self.layers))
+        self.plan = CachePlan(self.layers, config.kv_format, config.rewind_slack_tokens, config.max_step_tokens)
+        self.bytes_per_token = self.plan.bytes_per_token
+        statics = [None] * len(self.layers) if key_statics is None else key_statics
+        self.groups = _groups(self.plan, statics, config, self.device)
+        self._sequences: dict[int, CachedSequence] = {}
         self._next_id = 0
-        self._used_bytes = 0  # kept, not summed up: any thread may ask while another opens and closes sequences
+
+    # --- the account --------------------------------------------------------------------------------------------------
 
     @property
     def used_bytes(self) -> int:
-        """Bytes that the open sequences hold, spare room included. Any thread may ask at any time."""
-        return self._used_bytes
+        """Bytes of the pages in use and of those promised to sequences: at most the budget."""
+        return self._account()
+
+    @property
+    def committed_bytes(self) -> int:
+        """Bytes of the pages in use alone: the memory that stands behind the cache now."""
+        return sum(group.pool.bytes_in_use for group in self.groups)
 
     @property
     def max_tokens(self) -> int:
-        """The most tokens that fit into the budget when nothing else is open."""
-        return self.config.memory_bytes // self.bytes_per_token
+        """The most tokens that one sequence can have when nothing else is open.
+
+        `sys.maxsize` where all layers have windows and the budget holds them, since then it has no end.
+        """
+        return self.plan.max_tokens(self.config.memory_bytes)
+
+    def bytes_for(self, num_tokens: int) -> int:
+        """The most bytes that a sequence takes at once while it grows from nothing to `num_tokens`."""
+        return self.plan.bytes_for(num_tokens)
+
+    def sequence_bytes(self, sequence_id: int) -> int:
+        """Bytes of the pages that a sequence has, those that it shares counted in full."""
+        return sum(table.num_bytes for table in self._open_sequence(sequence_id).tables)
+
+    # --- sequences ----------------------------------------------------------------------------------------------------
 
     def open(self) -> int:
-        """Start an empty sequence and return its id. It holds nothing until room is reserved."""
-        sequence_id = self._next_id
-        self._next_id += 1
-        self._sequences[sequence_id] = _Storage(self.layers, self.dtype, self.device)
-        return sequence_id
+        """Start an empty sequence and return its id. It has no pages until a step writes to it."""
+        return self._add(CachedSequence(tuple(PageTable(group.pool, group.rules) for group in self.groups)))
 
     def length(self, sequence_id: int) -> int:
         """Tokens whose keys and values are committed."""
-        return self._storage(sequence_id).length
+        return self._open_sequence(sequence_id).length
 
-    def capacity(self, sequence_id: int) -> int:
-        """Tokens that there is room for, those committed included."""
-        return self._storage(sequence_id).capacity
+    def reserved(self, sequence_id: int) -> int:
+        """Tokens that the sequence may grow to; its length where it has nothing reserved."""
+        return self._open_sequence(sequence_id).reserved
 
-    def reserve(self, sequence_id: int, num_tokens: int) -> bool:
-        """Make room for `num_tokens` in all; False, and nothing changed, when the budget does not allow it.
+    def reserve(self, sequence_id: int, num_tokens: int, *, rewind_to: int | None = None) -> bool:
+        """Promise a sequence the pages for `num_tokens`; False, and nothing changed, where the budget lacks them.
+
+        What is reserved already stays reserved.
+
+        Args:
+            sequence_id: whose.
+            num_tokens: in all, those it has included.
+            rewind_to: rewind the sequence to there first, as `rewind` does. Both is done, or neither.
 
         Raises:
-            RuntimeError, MemoryError: the machine has no memory left. The sequence keeps its tokens and its room.
+            RewindError: as `rewind`.
         """
-        storage = self._storage(sequence_id)
-        if num_tokens <= storage.capacity:
-            return True
-        held_bytes = storage.num_bytes
-        largest = (self.config.memory_bytes - self._used_bytes + held_bytes) // self.bytes_per_token
-        if num_tokens > largest:
+        sequence = self._open_sequence(sequence_id)
+        length = None if rewind_to is None else self._rewound_length(sequence, rewind_to)
+        reserved = max(_reserved_at(sequence, length), num_tokens)
+        if self._exceeds(sequence, reserved, length):
             return False
-        grown = storage.capacity + max(_LEAST_GROWTH, storage.capacity // 2) if storage.capacity else 0
-        try:
-            storage.grow(min(max(num_tokens, grown), largest))
-        finally:
-            self._used_bytes += storage.num_bytes - held_bytes
+        if length is not None:
+            _rewind(sequence, length)
+        sequence.reserved = reserved
         return True
 
+    def unreserve(self, sequence_id: int) -> None:
+        """Give up what a sequence has reserved, and the pages beyond its tokens."""
+        sequence = self._open_sequence(sequence_id)
+        sequence.reserved = sequence.length
+        _rewind(sequence, sequence.length)
+
     def view(self, spans: Sequence[Span]) -> CacheView:
-        """The view of one step: each span's tokens follow those committed in its sequence. Room must be reserved."""
+        """The view of one step: each span's tokens follow those committed in its sequence.
+
+        Pages are taken here, for all spans or, where one of them cannot be, for none. A span may be empty, to read.
+
+        Raises:
+            SequenceError: a sequence is not open, or appears twice.
+            ReservationError: a span is longer than `max_step_tokens`, or than what its sequence has reserved.
+        """
         if len({span.sequence_id for span in spans}) != len(spans):
-            raise ValueError("a sequence appears twice in one step")
-        return CacheView(self.device, spans, [self._storage(span.sequence_id) for span in spans])
+            raise SequenceError("a sequence appears twice in one step: give its tokens as one span")
+        sequences = [self._open_sequence(span.sequence_id) for span in spans]
+        for span, sequence in zip(spans, sequences, strict=True):
+            self._check_span(span, sequence)
+        for span, sequence in zip(spans, sequences, strict=True):
+            if span.num_tokens:
+                sequence.changes += 1
+                for table in sequence.tables:
+                    table.prepare(sequence.length, sequence.length + span.num_tokens)
+        return CacheView(self.groups, spans, sequences, self.device)
 
     def commit(self, view: CacheView) -> None:
-        """Count the tokens written through `view`. A step that fails before this leaves every sequence as it was."""
-        for span, storage in zip(view.spans, view.storages, strict=True):
-            storage.length += span.num_tokens
+        """Count the tokens written through `view`. A step that fails before this leaves every sequence as it was.
 
-    def rewind(self, sequence_id: int, length: int) -> None:
-        """Forget all tokens from position `length` on. It must not exceed the sequence's length."""
-        storage = self._storage(sequence_id)
-        if not 0 <= length <= storage.length:
-            raise ValueError(f"cannot rewind to {length}: the sequence holds {storage.length} tokens")
-        storage.length = length
+        Pages that no query will see any more are given back.
+
+        Raises:
+            SequenceError: a sequence was committed, rewound or released since the view was made. Nothing changed.
+        """
+        view.check_current()
+        for span, sequence in zip(view.spans, view.sequences, strict=True):
+            if span.num_tokens:
+                sequence.changes += 1
+                sequence.length += span.num_tokens
+                for table in sequence.tables:
+                    table.drop_unneeded(sequence.length)
+
+    def fork(self, sequence_id: int) -> int:
+        """Start a sequence with the same tokens, which shares their pages; return its id.
+
+        The fork has nothing reserved. Whichever of the two is first to write to the page that its next token belongs
+        to gets a copy of it. Where the sequence itself has room reserved, that copy is promised to it here.
+
+        Raises:
+            CacheFullError: the budget has no room for that promise. Nothing has changed.
+        """
+        sequence = self._open_sequence(sequence_id)
+        fork = CachedSequence(
+            tuple(table.fork(sequence.length) for table in sequence.tables), sequence.length, sequence.length
+        )
+        excess = self._account() - self.config.memory_bytes
+        if excess > 0:
+            _rewind(fork, 0)
+            raise CacheFullError(
+                f"cannot fork sequence {sequence_id}: it may grow to {sequence.reserved:,} tokens without the pages "
+                f"that it would share, which takes {excess:,} bytes more than the cache has free: give up what it has "
+                "reserved, release another sequence or raise kv_memory"
+            )
+        return self._add(fork)
+
+    def rewind(self, sequence_id: int, length: int) -> int:
+        """Forget all tokens from position `length` on, and those before it that cannot be gone on from.
+
+        The sequence ends at the longest length up to `length` at which every group has what the next query sees. A
+        window that has moved on has lost what came before it: further back than `rewind_slack_tokens` from the longest
+        that the sequence has been, it ends at 0, where no query needs anything.
+
+        What is reserved beyond the sequence's tokens stays reserved.
+
+        Returns:
+            The length that it has now.
+
+        Raises:
+            RewindError: `length` is negative or more than the sequence holds.
+            CacheFullError: the sequence shares pages and has room reserved, and the budget lacks pages for it to go on
+                without those it would give up. Nothing has changed. `unreserve` it first.
+        """
+        sequence = self._open_sequence(sequence_id)
+        kept = self._rewound_length(sequence, length)
+        reserved = _reserved_at(sequence, kept)
+        if self._exceeds(sequence, reserved, kept):
+            raise CacheFullError(
+                f"cannot rewind to {length:,} with room for {sequence.reserved:,} tokens reserved: the sequence would "
+                "give up pages that others share and need new ones, more than the cache has free: unreserve it first"
+            )
+        _rewind(sequence, kept)
+        sequence.reserved = reserved
+        return kept
 
     def release(self, sequence_id: int) -> None:
-        """Close a sequence and give its memory back."""
-        storage = self._storage(sequence_id)
+        """Close a sequence and give back its pages, where nobody shares them, and what it has reserved."""
+        _rewind(self._open_sequence(sequence_id), 0)
         del self._sequences[sequence_id]
-        self._used_bytes -= storage.num_bytes
 
-    def _storage(self, sequence_id: int) -> _Storage:
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _open_sequence(self, sequence_id: int) -> CachedSequence:
         try:
             return self._sequences[sequence_id]
         except KeyError:
-            raise KeyError(f"sequence {sequence_id} is not open in this cache") from None
+            known = "was released" if 0 <= sequence_id < self._next_id else "was never opened"
+            raise SequenceError(f"sequence {sequence_id} is not open in this cache: it {known}") from None
+
+    def _add(self, sequence: CachedSequence) -> int:
+        sequence_id = self._next_id
+        self._next_id += 1
+        self._sequences[sequence_id] = sequence
+        return sequence_id
+
+    def _check_span(self, span: Span, sequence: CachedSequence) -> None:
+        if span.num_tokens < 0:
+            raise ReservationError(f"sequence {span.sequence_id}: a span of {span.num_tokens} tokens")
+        if span.num_tokens > self.config.max_step_tokens:
+            raise ReservationError(
+                f"sequence {span.sequence_id}: {span.num_tokens:,} tokens in one step, and a step takes "
+                f"max_step_tokens, {self.config.max_step_tokens:,}, at most: split it"
+            )
+        if sequence.length + span.num_tokens > sequence.reserved:
+            raise ReservationError(
+                f"sequence {span.sequence_id}: no room reserved for {span.num_tokens:,} more tokens: it has "
+                f"{sequence.length:,} and has reserved {sequence.reserved:,}"
+            )
+
+    def _rewound_length(self, sequence: CachedSequence, length: int) -> int:
+        if length < 0:
+            raise RewindError(f"cannot rewind to {length}: a sequence starts at 0")
+        if length > sequence.length:
+            raise RewindError(f"cannot rewind to {length:,}: the sequence holds {sequence.length:,} tokens")
+        return min(table.rewound_length(length) for table in sequence.tables)
+
+    def _exceeds(self, sequence: CachedSequence, reserved: int, length: int | None) -> bool:
+        """Whether the account would grow beyond the budget where a sequence were rewound, if `length` is given, and had
+        `reserved` tokens reserved.
+        """
+        if length is None and reserved == sequence.reserved:
+            return False
+        return self._account(sequence, reserved, length) > self.config.memory_bytes
+
+    def _account(self, changed: CachedSequence | None = None, reserved: int = 0, length: int | None = None) -> int:
+        """Bytes in use and promised; where a sequence is `changed`, as they would be then."""
+        total = 0
+        for index, group in enumerate(self.groups):
+            leaving: frozenset[int] = frozenset()
+            if changed is not None and length is not None:
+                leaving = frozenset(changed.tables[index].beyond(length))
+            pages = group.pool.pages_in_use - sum(group.pool.owners(page) == 1 for page in leaving)
+            for sequence in self._sequences.values():
+                table = sequence.tables[index]
+                if sequence is not changed:
+                    pages += table.promise(sequence.length, sequence.reserved, leaving=leaving)
+                elif length is None:
+                    pages += table.promise(sequence.length, reserved)
+                else:
+                    pages += table.promise(length, reserved, rewound=True)
+            total += pages * group.pool.stride
+        return total
 
 
-class CacheView:
-    """What the layers of one step write to and read from.
+def _groups(
+    plan: CachePlan, statics: Sequence[KeyStatics | None], config: CacheConfig, device: torch.device
+) -> tuple[CacheGroup, ...]:
+    if config.memory_bytes < plan.least_bytes:
+        raise OptionError(
+            f"kv_memory is {config.memory_bytes:,} bytes: it must be at least {plan.least_bytes:,}, a page of "
+            f"{PAGE_SLOTS} tokens in {config.kv_format} for each of {len(plan.groups)} layer groups"
+        )
+    return tuple(
+        CacheGroup(
+            group.layers,
+            PageCodec(group.layout, [statics[layer] for layer in group.layers.layers]),
+            PagePool(group.layout.page_bytes, config.memory_bytes // group.stride, device),
+            group.rules,
+        )
+        for group in plan.groups
+    )
 
-    Attributes:
-        spans: the step's runs of tokens, in the order in which they are packed into `T`.
-        row_starts: for each span, its first row in `T`.
-        first_positions: for each span, the position of its first token in its sequence.
-    """
 
-    def __init__(self, device: torch.device, spans: Sequence[Span], storages: Sequence[_Storage]) -> None:
-        self.device = device
-        self.spans = tuple(spans)
-        self.storages = tuple(storages)
-        self.first_positions = tuple(storage.length for storage in storages)
-        self.row_starts = tuple(accumulate((span.num_tokens for span in spans), initial=0))[:-1]
-        for span, storage in zip(spans, storages, strict=True):
-            if storage.length + span.num_tokens > storage.capacity:
-                raise ValueError(f"sequence {span.sequence_id}: no room reserved for {span.num_tokens} more tokens")
+def _reserved_at(sequence: CachedSequence, length: int | None) -> int:
+    """What a sequence has reserved once it is rewound to `length`, if given: as before, and nothing if nothing."""
+    return sequence.reserved if length is None or sequence.reserved > sequence.length else length
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(span.num_tokens for span in self.spans)
 
-    def positions(self) -> torch.Tensor:
-        """Each token's position in its own sequence, `[T]` int64."""
-        runs = [
-            torch.arange(first, first + span.num_tokens, device=self.device)
-            for first, span in zip(self.first_positions, self.spans, strict=True)
-        ]
-        return torch.cat(runs)
-
-    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store this step's keys and values `[T, K, D]` of a layer, in the cache's format."""
-        for span, row, first, storage in zip(
-            self.spans, self.row_starts, self.first_positions, self.storages, strict=True
-        ):
-            rows, slots = slice(row, row + span.num_tokens), slice(first, first + span.num_tokens)
-            storage.keys[layer][:, slots] = k[rows].transpose(0, 1)
-            storage.values[layer][:, slots] = v[rows].transpose(0, 1)
-
-    def read(self, layer: int, index: int, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values `[K, L - start, D]` of span `index`'s sequence, from position `start` to this step's last."""
-        storage = self.storages[index]
-        stop = self.first_positions[index] + self.spans[index].num_tokens
-        return storage.keys[layer][:, start:stop], storage.values[layer][:, start:stop]
+def _rewind(sequence: CachedSequence, length: int) -> None:
+    sequence.changes += 1
+    sequence.length = length
+    # All tables agree with the length before the first call to the system, at which an interrupt may be raised.
+    for table in sequence.tables:
+        table.forget_from(length)
+    for table in sequence.tables:
+        table.give_back()

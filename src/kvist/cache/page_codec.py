@@ -26,13 +26,13 @@ from kvist.cache.page_layout import (
     storage_format,
 )
 from kvist.kernels.codec import VectorCodec
-from kvist.kernels.key_statics import KeyStatics
+from kvist.kernels.key_statics import KeyStatics, PageTurns
 
 
 class PageCodec:
     """Between the vectors of one layer group and the bytes of its pages.
 
-    What is written for a token depends on that token alone, and changes no other token's bytes.
+    What is written for a token depends on that token and its page's number alone, and changes no other token's bytes.
 
     Args:
         layout: of the pages.
@@ -42,9 +42,14 @@ class PageCodec:
     def __init__(self, layout: PageLayout, statics: Sequence[KeyStatics | None] | None = None) -> None:
         self.layout = layout
         of_layers = statics or [None] * len(layout.layers)
-        self._sides = [
-            (_Keys(place, of_layer), _Values(place)) for place, of_layer in zip(layout.layers, of_layers, strict=True)
-        ]
+        # Layers of the same frequencies share a table.
+        turns: dict[tuple[float, ...], PageTurns] = {}
+        self._sides: list[tuple[_Keys, _Values]] = []
+        for place, of_layer in zip(layout.layers, of_layers, strict=True):
+            turn = None
+            if of_layer is not None:
+                turn = turns.setdefault(tuple(of_layer.frequencies.tolist()), PageTurns(of_layer.frequencies))
+            self._sides.append((_Keys(place, of_layer, turn), _Values(place)))
 
     def write(
         self,
@@ -52,6 +57,7 @@ class PageCodec:
         layer: int,
         page_ids: torch.Tensor,
         slots: torch.Tensor,
+        numbers: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
     ) -> None:
@@ -61,13 +67,16 @@ class PageCodec:
             pages: `[P, page_bytes]` uint8, rows 64-byte aligned and perhaps further apart.
             layer: counted within the group.
             page_ids, slots: `[T]` int64, where each token lies; no place twice.
+            numbers: `[T]` int64, of each token's page in its sequence: position div 64.
             k, v: `[T, K, D]`.
         """
         keys, values = self._sides[layer]
-        keys.write(pages, page_ids, slots, k)
-        values.write(pages, page_ids, slots, v)
+        keys.write(pages, page_ids, slots, numbers, k)
+        values.write(pages, page_ids, slots, numbers, v)
 
-    def read(self, pages: torch.Tensor, layer: int, page_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(
+        self, pages: torch.Tensor, layer: int, page_ids: torch.Tensor, numbers: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """One layer's keys and values in `n` pages, as a run of slots: `[K, n * 64, D]` float32 each.
 
         A slot that was never written holds anything, NaN too: whoever knows the length must put zeros there.
@@ -75,20 +84,29 @@ class PageCodec:
         Args:
             pages, layer: as in `write`.
             page_ids: `[n]` int64.
+            numbers: `[n]` int64, the pages' numbers in their sequences, as they were written.
         """
         keys, values = self._sides[layer]
-        return keys.read(pages, page_ids), values.read(pages, page_ids)
+        return keys.read(pages, page_ids, numbers), values.read(pages, page_ids, numbers)
 
 
 class _Side:
     """The keys or the values of one layer."""
 
-    def __init__(self, place: LayerLayout, name: str, codes: int, scales: int, statics: KeyStatics | None) -> None:
+    def __init__(
+        self,
+        place: LayerLayout,
+        name: str,
+        codes: int,
+        scales: int,
+        statics: KeyStatics | None = None,
+        turns: PageTurns | None = None,
+    ) -> None:
         self._place = place
         self._codes = codes
         self._scales = scales
         self.storage = storage_format(name)
-        self.codec = VectorCodec(self.storage, place.head_dim, statics)
+        self.codec = VectorCodec(self.storage, place.head_dim, statics, turns)
         self._scalar_shape = (self.storage.num_groups(place.head_dim), PAGE_SLOTS, self.storage.scalars)
 
     def _region(self, pages: torch.Tensor, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
@@ -106,10 +124,12 @@ class _Side:
         if scalars is not None:
             self._scalars(pages)[page_ids, :, :, slots] = scalars.permute(3, 2, 0, 1)
 
-    def _decoded(self, pages: torch.Tensor, page_ids: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    def _decoded(
+        self, pages: torch.Tensor, page_ids: torch.Tensor, numbers: torch.Tensor, codes: torch.Tensor
+    ) -> torch.Tensor:
         """Vectors `[K, N, D]` of whole pages from their codes `[D, K, N]`."""
         scalars = self._scalars(pages).index_select(0, page_ids).permute(2, 4, 1, 0, 3).flatten(3)
-        return self.codec.decode(codes, scalars).permute(1, 2, 0).contiguous()
+        return self.codec.decode(codes, scalars, numbers).permute(1, 2, 0).contiguous()
 
     def _scalars(self, pages: torch.Tensor) -> torch.Tensor:
         return self._region(pages, self._scales, self.storage.scalar_dtype, self._scalar_shape)
@@ -118,11 +138,13 @@ class _Side:
 class _Keys(_Side):
     """A lane holds codes of one token alone, and is written whole."""
 
-    def __init__(self, place: LayerLayout, statics: KeyStatics | None) -> None:
-        super().__init__(place, place.kv_format.keys, place.head.key_codes, place.head.key_scales, statics)
+    def __init__(self, place: LayerLayout, statics: KeyStatics | None, turns: PageTurns | None) -> None:
+        super().__init__(place, place.kv_format.keys, place.head.key_codes, place.head.key_scales, statics, turns)
 
-    def write(self, pages: torch.Tensor, page_ids: torch.Tensor, slots: torch.Tensor, x: torch.Tensor) -> None:
-        codes, scalars = self.codec.encode(x.permute(2, 1, 0))
+    def write(
+        self, pages: torch.Tensor, page_ids: torch.Tensor, slots: torch.Tensor, numbers: torch.Tensor, x: torch.Tensor
+    ) -> None:
+        codes, scalars = self.codec.encode(x.permute(2, 1, 0), numbers)
         units = _in_order(codes.permute(2, 1, 0))
         if self.storage.bits == 8:
             units += INT8_KEY_BIAS
@@ -132,7 +154,7 @@ class _Keys(_Side):
         self._words(pages)[page_ids, :, slots // LANES, :, slots % LANES] = units.view(torch.int32)
         self._write_scalars(pages, page_ids, slots, scalars)
 
-    def read(self, pages: torch.Tensor, page_ids: torch.Tensor) -> torch.Tensor:
+    def read(self, pages: torch.Tensor, page_ids: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
         words = self._words(pages).index_select(0, page_ids)
         units = _in_order(words.permute(1, 0, 2, 4, 3)).flatten(1, 3).view(self.storage.code_dtype)
         if not self.storage.is_quantised:
@@ -142,7 +164,7 @@ class _Keys(_Side):
         elif self.storage.bits == 4:
             bytes_ = torch.unflatten(units, -1, (-1, 1, LANE_BYTES))
             units = torch.cat((bytes_ & 0xF, bytes_ >> 4), dim=-2).flatten(-3)
-        return self._decoded(pages, page_ids, units.permute(2, 0, 1))
+        return self._decoded(pages, page_ids, numbers, units.permute(2, 0, 1))
 
     def _words(self, pages: torch.Tensor) -> torch.Tensor:
         lines = self._place.head_dim // self.storage.codes_per_lane
@@ -153,10 +175,12 @@ class _Values(_Side):
     """A lane holds codes of several tokens: each is put beside the others."""
 
     def __init__(self, place: LayerLayout) -> None:
-        super().__init__(place, place.kv_format.values, place.head.value_codes, place.head.value_scales, None)
+        super().__init__(place, place.kv_format.values, place.head.value_codes, place.head.value_scales)
 
-    def write(self, pages: torch.Tensor, page_ids: torch.Tensor, slots: torch.Tensor, x: torch.Tensor) -> None:
-        codes, scalars = self.codec.encode(x.permute(2, 1, 0))
+    def write(
+        self, pages: torch.Tensor, page_ids: torch.Tensor, slots: torch.Tensor, numbers: torch.Tensor, x: torch.Tensor
+    ) -> None:
+        codes, scalars = self.codec.encode(x.permute(2, 1, 0), numbers)
         # The spare lanes of the last tile get zeros.
         whole = pad(_in_order(codes.permute(2, 1, 0)), (0, -self._place.head_dim % LANES))
         tiles = torch.unflatten(whole, -1, (-1, LANES))
@@ -172,14 +196,14 @@ class _Values(_Side):
             units[page_ids, :, :, lines, :, slots % self.storage.codes_per_lane] = tiles
         self._write_scalars(pages, page_ids, slots, scalars)
 
-    def read(self, pages: torch.Tensor, page_ids: torch.Tensor) -> torch.Tensor:
+    def read(self, pages: torch.Tensor, page_ids: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
         units = self._units(pages).index_select(0, page_ids)
         if not self.storage.is_quantised:
             return units.permute(1, 0, 3, 5, 2, 4).flatten(4).flatten(1, 3)[..., : self._place.head_dim].float()
         if self.storage.bits == 4:
             units = torch.cat((units & 0xF, units >> 4), dim=-1)
         codes = units.permute(2, 4, 1, 0, 3, 5).flatten(3).flatten(0, 1)
-        return self._decoded(pages, page_ids, codes[: self._place.head_dim])
+        return self._decoded(pages, page_ids, numbers, codes[: self._place.head_dim])
 
     def _units(self, pages: torch.Tensor) -> torch.Tensor:
         """Codes, or the bytes that two int4 codes share: `[P, K, tiles, lines, dim in the tile, unit]`."""

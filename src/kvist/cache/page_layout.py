@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvist.config import KVFormat, LayerConfig
+from kvist.config import LayerConfig
 from kvist.errors import OptionError
 from kvist.kernels import native
 from kvist.kernels.codec import StorageFormat, storage_formats
+from kvist.kv_format import KVFormat
 
 _LAYOUT = native.page_layout()
 
@@ -24,7 +25,7 @@ _FORMATS = storage_formats()
 
 
 def storage_format(name: str) -> StorageFormat:
-    """The storage format of a name in `config.STORAGE_FORMATS`."""
+    """The storage format of a name in `config.KV_FORMATS`."""
     return _FORMATS[name]
 
 

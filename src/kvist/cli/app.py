@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -11,8 +12,10 @@ import typer
 
 from kvist.cli.bench import app as bench
 from kvist.cli.chat import chat
+from kvist.cli.eval import evaluate
 from kvist.cli.models import models
-from kvist.cli.output import print_error
+from kvist.cli.output import print_error, print_note
+from kvist.cli.plan import plan
 from kvist.cli.pull import pull
 from kvist.cli.run import run
 from kvist.errors import KvistError
@@ -52,8 +55,9 @@ def _help_when_alone(context: typer.Context) -> None:
         print(context.get_help())
 
 
-for _verb in (run, chat, pull, models):
+for _verb in (run, chat, plan, pull, models):
     app.command()(_verb)
+app.command("eval")(evaluate)
 app.add_typer(
     bench,
     name="bench",
@@ -71,9 +75,11 @@ def command_line(arguments: Sequence[str] | None = None) -> int:
     other exception is a bug and passes through with its traceback.
     """
     try:
-        code = typer.main.get_command(app).main(
-            args=None if arguments is None else list(arguments), prog_name="kvist", standalone_mode=False
-        )
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            code = typer.main.get_command(app).main(
+                args=None if arguments is None else list(arguments), prog_name="kvist", standalone_mode=False
+            )
         sys.stdout.flush()
     except KvistError as error:
         return _fail(str(error))
@@ -86,6 +92,11 @@ def command_line(arguments: Sequence[str] | None = None) -> int:
         reason = f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
         return _fail(f"standard output cannot be written: {reason}" if _drop_unwritable_output() else reason)
     return code if isinstance(code, int) else 0
+
+
+def _show_warning(message: Warning | str, *_: object) -> None:
+    """A warning as a line for people, without the place in the code that it came from."""
+    print_note(str(message))
 
 
 def _fail(message: str) -> int:

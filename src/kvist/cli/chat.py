@@ -41,6 +41,10 @@ def chat(
     max_tokens: options.MaxTokensOption = SamplingParams.max_tokens,
     temperature: options.TemperatureOption = SamplingParams.temperature,
     top_p: options.TopPOption = SamplingParams.top_p,
+    top_k: options.TopKOption = SamplingParams.top_k,
+    min_p: options.MinPOption = SamplingParams.min_p,
+    repetition_penalty: options.RepetitionPenaltyOption = SamplingParams.repetition_penalty,
+    stop: options.StopOption = None,
     seed: options.SeedOption = None,
     weights_format: options.WeightsFormatOption = options.DEFAULT_FORMAT,
     kv_format: options.KVFormatOption = options.DEFAULT_FORMAT,
@@ -54,7 +58,16 @@ def chat(
     Ctrl-C stops an answer and keeps the conversation. /help lists the commands. Where standard input is no terminal,
     each of its lines is a turn.
     """
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        stop=tuple(map(checked, stop or ())),
+        seed=seed,
+    )
     system = None if system is None else checked(system)
     typed = is_typed()
     llm = options.open_llm(

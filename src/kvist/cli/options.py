@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvist.config import KV_FORMATS, WEIGHTS_FORMATS, check_format, check_threads, parse_bytes
+from kvist.config import WEIGHTS_FORMATS, check_format, check_threads
 from kvist.errors import OptionError
+from kvist.kv_format import KV_FORMATS, LayerFormats
+from kvist.memory import MemoryBudget
 from kvist.threads import wait_briefly
 
 if TYPE_CHECKING:
@@ -46,11 +48,14 @@ WeightsFormatOption = Annotated[
     str, typer.Option(help=f"How weights are kept: {', '.join(WEIGHTS_FORMATS)}.", metavar="FORMAT")
 ]
 KVFormatOption = Annotated[
-    str, typer.Option(help=f"How keys and values are kept: {', '.join(KV_FORMATS)}.", metavar="FORMAT")
+    str,
+    typer.Option(help=f"How keys and values are kept: {', '.join(KV_FORMATS)}, or k=int8,v=int4.", metavar="FORMAT"),
 ]
 KVMemoryOption = Annotated[
     str | None,
-    typer.Option(help="The most the cache may hold, like 512MiB.", metavar="SIZE", show_default="half of what is free"),
+    typer.Option(
+        help="The most the cache may hold: 512MiB, or 25% of what is free.", metavar="SIZE", show_default="50%"
+    ),
 ]
 ThreadsOption = Annotated[
     int | None, typer.Option(help="Threads to compute with.", metavar="N", show_default="one per core")
@@ -64,13 +69,12 @@ def open_llm(model: str, *, weights_format: str, kv_format: str, kv_memory: str 
         KvistError: an option cannot be honoured, or the model cannot be found, read or run.
     """
     check_format("weights_format", weights_format, WEIGHTS_FORMATS)
-    check_format("kv_format", kv_format, KV_FORMATS)
-    kv_memory_bytes = None if kv_memory is None else parse_bytes(kv_memory)
+    LayerFormats.parse(kv_format)
+    MemoryBudget.parse(kv_memory)
     if threads is not None:
         check_threads("--threads", threads)
 
-    _check_working_directory()
-    wait_briefly()
+    prepare_to_compute()
     from kvist.cli.progress import progress_bar
     from kvist.llm import LLM
 
@@ -79,15 +83,23 @@ def open_llm(model: str, *, weights_format: str, kv_format: str, kv_memory: str 
             model,
             weights_format=weights_format,
             kv_format=kv_format,
-            kv_memory=kv_memory_bytes,
+            kv_memory=kv_memory,
             threads=threads,
             progress=progress,
         )
 
 
-def _check_working_directory() -> None:
-    """Without one, the mathematical library that PyTorch calls ends the process in the midst of the first token."""
+def prepare_to_compute() -> None:
+    """What must come before PyTorch does.
+
+    Without a working directory, the mathematical library that PyTorch calls ends the process in the midst of the first
+    token.
+
+    Raises:
+        OptionError: there is none.
+    """
     try:
         Path.cwd()
     except OSError:
         raise OptionError("the folder that you are in is gone: change to another") from None
+    wait_briefly()

@@ -156,6 +156,11 @@ class Engine:
         self._chores.append(partial(self._release_room, room))
         self._sweep()
 
+    def kv_used_bytes(self) -> int:
+        """Bytes of the pages that sequences have or may still take. Waits for the step that is running."""
+        with self._exclusive():
+            return self.cache.used_bytes
+
     def close(self) -> None:
         """Give up all sequences and all memory of the cache. The engine cannot be used after it."""
         with self._exclusive():
@@ -210,9 +215,11 @@ class Engine:
         try:
             finish_reason = sequence.take(outcome)
             if finish_reason is not None:
-                bytes_per_token = self.cache.bytes_per_token
-                kv_bytes = self.cache.length(sequence.room.sequence_id) * bytes_per_token
-                sequence.complete(finish_reason, kv_bytes=kv_bytes, kv_bytes_per_token=bytes_per_token)
+                sequence.complete(
+                    finish_reason,
+                    kv_bytes=self.cache.sequence_bytes(sequence.room.sequence_id),
+                    kv_bytes_per_token=self.cache.bytes_per_token,
+                )
         except Exception as error:
             self._fail(sequence, error)
             return
@@ -226,7 +233,9 @@ class Engine:
 
     def _retire(self, sequence: Sequence) -> None:
         self._scheduler.remove(sequence)
-        if not sequence.room.kept:
+        if sequence.room.kept:
+            self.cache.unreserve(sequence.room.sequence_id)
+        else:
             self.cache.release(sequence.room.sequence_id)
 
     def _release_room(self, room: Room) -> None:

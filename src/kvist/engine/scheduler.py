@@ -40,7 +40,7 @@ class Scheduler:
     def check_ever_fits(self, room_tokens: int, prompt_tokens: int) -> None:
         """Raise `CacheFullError` where not even the empty cache has room for a sequence."""
         cache = self._cache
-        if room_tokens > cache.max_tokens:
+        if cache.bytes_for(room_tokens) > cache.config.memory_bytes:
             raise CacheFullError(
                 f"the request needs room for {self._size(room_tokens)}, {prompt_tokens:,} of the prompt and "
                 f"{room_tokens - prompt_tokens:,} to generate, but the cache holds {self._size(cache.max_tokens)}: "
@@ -98,17 +98,13 @@ class Scheduler:
     def _start(self, sequence: Sequence) -> bool:
         """Reserve a sequence's room and keep what it holds already; False, and nothing changed, without memory."""
         room = sequence.room
-        try:
-            if not self._cache.reserve(room.sequence_id, sequence.room_tokens):
-                return False
-        except (MemoryError, RuntimeError) as error:  # what PyTorch raises where the machine has no memory left
-            raise self._machine_full(sequence) from error
         held = room.token_ids[: self._cache.length(room.sequence_id)]
         # The last token is always computed: its logits are wanted.
-        cached_tokens = min(common_prefix(held, sequence.token_ids), sequence.prompt_tokens - 1)
-        self._cache.rewind(room.sequence_id, cached_tokens)
+        shared = min(common_prefix(held, sequence.token_ids), sequence.prompt_tokens - 1)
+        if not self._cache.reserve(room.sequence_id, sequence.room_tokens, rewind_to=shared):
+            return False
         room.token_ids = sequence.token_ids
-        sequence.start(cached_tokens)
+        sequence.start(cached_tokens=self._cache.length(room.sequence_id))
         return True
 
     def _pending(self, sequence: Sequence) -> Chunk:
@@ -120,22 +116,19 @@ class Scheduler:
 
     def _held_by_sessions(self, sequence: Sequence) -> CacheFullError:
         cache = self._cache
-        held_tokens = cache.used_bytes // cache.bytes_per_token - cache.capacity(sequence.room.sequence_id)
-        left_tokens = cache.max_tokens - held_tokens
+        held = cache.used_bytes - cache.sequence_bytes(sequence.room.sequence_id)
         return CacheFullError(
-            f"the request needs room for {self._size(sequence.room_tokens)}, but open sessions hold "
-            f"{self._size(held_tokens)} of the cache and leave {left_tokens:,}: close or reset a session, shorten the "
+            f"the request needs room for {self._size(sequence.room_tokens)}, but open sessions hold {_size(held)} of "
+            f"the cache and leave {_size(cache.config.memory_bytes - held)}: close or reset a session, shorten the "
             "prompt, lower max_tokens or raise kv_memory"
         )
 
-    def _machine_full(self, sequence: Sequence) -> CacheFullError:
-        return CacheFullError(
-            f"the machine has no memory left for {self._size(sequence.room_tokens)} of keys and values: lower "
-            "max_tokens or kv_memory"
-        )
-
     def _size(self, num_tokens: int) -> str:
-        return f"{num_tokens:,} tokens ({num_tokens * self._cache.bytes_per_token / 2**20:.1f} MiB)"
+        return f"{num_tokens:,} tokens ({_size(self._cache.bytes_for(num_tokens))})"
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.1f} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:.1f} KiB"
 
 
 def common_prefix(left: list[int], right: list[int]) -> int:

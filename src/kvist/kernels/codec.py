@@ -4,12 +4,13 @@
     int8         y ~ code * step                code from -127 to 127; an fp32 step for each head
     int4         y ~ floor + code * step        code from 0 to 15; a bf16 step and floor for each group of dims
 
-Quantised values are rotated, y = R v; quantised keys are moved and scaled by what is fixed for a model as well,
-y = R ((k - offset) * scale). R is a Hadamard rotation, its own inverse: it spreads a few large dims over many.
+Quantised values are rotated, y = H v; quantised keys are moved and scaled by what is fixed for a model as well,
+y = H ((k - offset(P)) * scale), where the offset depends on the position P at which the token's page begins. H is a
+Hadamard rotation, its own inverse: it spreads a few large dims over many.
 
 Vectors stand as `[D, K, N]` here, dims first, so that every step runs over long rows. The arithmetic is float32 and in
-the order in which it is written: a vector's codes depend neither on the others nor on threads, and another kernel can
-give the same bytes.
+the order in which it is written: a vector's codes depend on it and its page's number alone, neither on other vectors
+nor on threads, and another kernel can give the same bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from kvist.kernels import native
-from kvist.kernels.key_statics import KeyStatics
+from kvist.kernels.key_statics import KeyStatics, PageTurns
 from kvist.kernels.rotation import rotate
 
 # Smaller steps are stored as zero: their inverse must stay finite.
@@ -34,7 +35,7 @@ class StorageFormat:
     """How the vectors of one side, keys or values, are stored: `StorageFormat` of csrc/page_layout.h.
 
     Attributes:
-        name: one of `config.STORAGE_FORMATS`.
+        name: one of `kv_format.KV_FORMATS`.
         bits: of a code.
         codes_per_lane: codes in the 4 bytes of a lane.
         scalars: per token and group of dims: none, a step, or a step and a floor.
@@ -81,42 +82,74 @@ class VectorCodec:
         storage: the format.
         head_dim: `D`.
         statics: of quantised keys; None for values, and for keys that are coded as they are.
+        turns: of the frequencies of `statics`, where other layers share them.
     """
 
-    def __init__(self, storage: StorageFormat, head_dim: int, statics: KeyStatics | None = None) -> None:
+    def __init__(
+        self,
+        storage: StorageFormat,
+        head_dim: int,
+        statics: KeyStatics | None = None,
+        turns: PageTurns | None = None,
+    ) -> None:
         self.storage = storage
         self.head_dim = head_dim
         self.group_dims = storage.group_dims(head_dim)
-        self._offset = self._scale = self._feedback = None
+        self._move = self._feedback = None
         if statics is not None and storage.is_quantised:
-            self._offset, self._scale = (x.T.unsqueeze(-1).contiguous() for x in (statics.offset, statics.scale))
+            self._move = _KeyMove(statics, turns or PageTurns(statics.frequencies))
         if statics is not None and storage.bits == 4:
             # [g, g, groups, K, 1]: by the dim that was rounded, then by the dim that it moves.
             self._feedback = statics.feedback.permute(2, 3, 1, 0).unsqueeze(-1).contiguous()
 
-    def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Codes `[D, K, N]` and scalars `[groups, scalars, K, N]` of vectors `[D, K, N]`; plain formats have none."""
+    def encode(self, x: torch.Tensor, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Codes `[D, K, N]` and scalars `[groups, scalars, K, N]` of vectors `[D, K, N]`; plain formats have none.
+
+        Args:
+            x: the vectors.
+            numbers: `[n]` int64, of the pages in their sequences, one for each run of `N / n` vectors.
+        """
         if not self.storage.is_quantised:
             return x.to(self.storage.code_dtype), None
         y = x.float()
-        if self._offset is not None and self._scale is not None:
-            y = (y - self._offset) * self._scale
+        if self._move is not None:
+            y = self._move.apply(y, numbers)
         y = rotate(y)
         if self.storage.bits == 8:
             return _encode_int8(y)
         return _encode_int4(y, self.group_dims, self._feedback)
 
-    def decode(self, codes: torch.Tensor, scalars: torch.Tensor | None) -> torch.Tensor:
-        """The vectors `[D, K, N]` float32 that codes and scalars of `encode` stand for."""
+    def decode(self, codes: torch.Tensor, scalars: torch.Tensor | None, numbers: torch.Tensor) -> torch.Tensor:
+        """The vectors `[D, K, N]` float32 that codes and scalars of `encode` stand for; `numbers` as there."""
         if scalars is None:
             return codes.float()
         groups = torch.unflatten(codes.float().contiguous(), 0, (-1, self.group_dims))
         steps = scalars.float().unsqueeze(1).unbind(2)
         y = groups * steps[0] if self.storage.bits == 8 else steps[1] + groups * steps[0]
         x = rotate(y.flatten(0, 1))
-        if self._offset is not None and self._scale is not None:
-            x = x / self._scale + self._offset
-        return x
+        return x if self._move is None else self._move.undo(x, numbers)
+
+
+class _KeyMove:
+    """(k - offset(P)) * scale for keys `[D, K, N]`, and back; pages' numbers as in `VectorCodec.encode`."""
+
+    def __init__(self, statics: KeyStatics, turns: PageTurns) -> None:
+        self._offset, self._scale = (x.T.unsqueeze(-1).contiguous() for x in (statics.offset, statics.scale))
+        self._turns = turns
+
+    def apply(self, k: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        return (_runs(k, numbers) - self._offsets(numbers)).view(k.shape) * self._scale
+
+    def undo(self, y: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        return (_runs(y / self._scale, numbers) + self._offsets(numbers)).view(y.shape)
+
+    def _offsets(self, numbers: torch.Tensor) -> torch.Tensor:
+        return self._turns.turn(self._offset, numbers).unsqueeze(-1)
+
+
+def _runs(x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """`[D, K, N]` as `[D, K, n, N / n]`."""
+    return x.contiguous().view(*x.shape[:2], len(numbers), x.shape[2] // max(1, len(numbers)))
 
 
 # --- int8 -------------------------------------------------------------------------------------------------------------

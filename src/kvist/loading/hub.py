@@ -39,6 +39,23 @@ def fetch_file(repo_id: str, file_name: str, revision: str | None, progress: Pro
     return _fetched(f"{repo_id}/{file_name}", revision, fetch, progress)
 
 
+def local_repository(repo_id: str, revision: str | None) -> Path | None:
+    """The snapshot of a model in the Hub's local cache; None where it is not there."""
+    config = local_file(repo_id, "config.json", revision)
+    return None if config is None else config.parent
+
+
+def local_file(repo_id: str, file_name: str, revision: str | None) -> Path | None:
+    """One file of a repository in the Hub's local cache; None where it is not there."""
+    from huggingface_hub import errors, try_to_load_from_cache
+
+    try:
+        found = try_to_load_from_cache(repo_id, file_name, revision=revision)
+    except errors.HFValidationError:
+        return None
+    return Path(found) if isinstance(found, str) else None
+
+
 def _fetched(name: str, revision: str | None, fetch: Callable[[], str], progress: Progress) -> Path:
     from huggingface_hub import errors
     from huggingface_hub.utils.tqdm import disable_progress_bars

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from kvist.config import WEIGHTS_FORMATS, ModelConfig, check_format
 from kvist.errors import ModelFileError, UnsupportedModelError, shown
 from kvist.loading.end_tokens import end_token_ids
-from kvist.loading.prepared import prepared_copy
+from kvist.loading.fingerprint import FilesHash, model_fingerprint
+from kvist.loading.prepared import prepared_copy, source_hash
 from kvist.loading.progress import Progress, no_progress
 from kvist.loading.resolve import ModelSource, resolve
 from kvist.loading.safetensors_checkpoint import SafetensorsCheckpoint
@@ -21,6 +22,7 @@ from kvist.loading.weights import WEIGHT_DTYPES, assign_weights, fitting_decoder
 from kvist.models.registry import decoder_config
 
 if TYPE_CHECKING:
+    from kvist.kernels.key_statics import KeyStatics
     from kvist.models.decoder import Decoder
 
 # Beyond the model's vocabulary: a tokenizer that is larger has its next tokens there.
@@ -37,6 +39,7 @@ class LoadedModel:
             blocks are reached through it: `GgufCheckpoint(GgufFile(source), config).codes(name)`.
         eos_token_ids: the tokens that end a text.
         weights_bytes: of all parameters, tied ones once.
+        files_hash: of the files that the weights come from.
     """
 
     name: str
@@ -47,6 +50,42 @@ class LoadedModel:
     eos_token_ids: frozenset[int]
     weights_format: str
     weights_bytes: int
+    files_hash: FilesHash
+
+    def key_statics(self, progress: Progress | None = None) -> tuple[KeyStatics, ...]:
+        """What the quantised keys of each layer are coded with: the same bits whenever it is asked for.
+
+        The first time the model is run over a text of 2,048 tokens, which takes seconds, or minutes where the model is
+        large; what it gives is kept in the cache folder. Where that cannot be written, a `RuntimeWarning` says so.
+
+        Args:
+            progress: told how far reading the model's files and running it are.
+
+        Raises:
+            OptionError: the model's context is too short to tell.
+            NumericsError: the model gives keys that are not numbers.
+            ModelFileError: its files cannot be read any more.
+        """
+        # The native library is not needed before keys are quantised.
+        from kvist.loading.key_calibration import calibrate, calibration_ids, recipe_hash
+        from kvist.loading.statics_file import kept_statics
+
+        progress = progress or no_progress
+        return kept_statics(
+            f"{self.fingerprint(progress=progress)}-{recipe_hash()}",
+            self.config.layers,
+            lambda: calibrate(self.decoder, calibration_ids(self.tokenizer, self.config), progress),
+            progress,
+        )
+
+    def fingerprint(self, key_statics: Sequence[KeyStatics] | None = None, *, progress: Progress | None = None) -> str:
+        """A text that differs where the same tokens may have other keys and values in a cache.
+
+        Args:
+            key_statics: what the cache's keys are coded with; None where none are quantised.
+            progress: told how far reading the model's files is, which happens once.
+        """
+        return model_fingerprint(self.files_hash.get(progress or no_progress), self.weights_format, key_statics)
 
 
 def load(
@@ -90,6 +129,9 @@ def _load_directory(directory: Path, source: ModelSource, weights_format: str) -
         eos_token_ids=end_token_ids(directory, raw, tokenizer.eos_token_id),
         weights_format=weights_format,
         weights_bytes=assign_weights(decoder, checkpoint, names, WEIGHT_DTYPES[weights_format]),
+        files_hash=FilesHash(
+            (directory / "config.json", *checkpoint.files), source_hash(directory) if source.is_gguf else None
+        ),
     )
 
 

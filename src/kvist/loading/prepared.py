@@ -15,6 +15,7 @@ from pathlib import Path
 
 from kvist.errors import ModelFileError
 from kvist.loading.cache_folder import cache_folder, make_folder, move_into_place, only_process
+from kvist.loading.fingerprint import file_hash
 from kvist.loading.progress import Progress
 from kvist.loading.untrusted_file import read_json, require_gguf, write_json
 
@@ -22,7 +23,6 @@ from kvist.loading.untrusted_file import read_json, require_gguf, write_json
 LAYOUT_VERSION = 1
 
 _MANIFEST = "prepared.json"
-_HASHED_AT_ONCE = 4 << 20
 
 
 def prepared_copy(gguf_path: Path, weights_format: str, progress: Progress) -> Path:
@@ -35,7 +35,7 @@ def prepared_copy(gguf_path: Path, weights_format: str, progress: Progress) -> P
         UnsupportedModelError: the file holds a model that is not run.
     """
     require_gguf(gguf_path)  # before all of it is read
-    key = f"{_file_hash(gguf_path, progress)}-{weights_format}"
+    key = f"{file_hash(gguf_path, progress)}-{weights_format}"
     target = cache_folder() / "prepared" / key
     if _is_whole(target):
         return target
@@ -56,6 +56,11 @@ def prepared_copy(gguf_path: Path, weights_format: str, progress: Progress) -> P
             "free some space, or set KVIST_CACHE to another folder"
         ) from error
     return target
+
+
+def source_hash(copy: Path) -> str:
+    """The hash of the GGUF file that a copy was made from."""
+    return copy.name.partition("-")[0]
 
 
 @dataclass(frozen=True)
@@ -82,23 +87,6 @@ def prepared_copies() -> list[PreparedCopy]:
             continue
         copies.append(PreparedCopy(path, str(fields.get("source")), str(fields.get("weights_format")), size))
     return copies
-
-
-def _file_hash(path: Path, progress: Progress) -> str:
-    import xxhash
-
-    digest, done = xxhash.xxh3_128(), 0
-    try:
-        total = path.stat().st_size
-        with path.open("rb", buffering=0) as file:
-            buffer = memoryview(bytearray(_HASHED_AT_ONCE))
-            while count := file.readinto(buffer):
-                digest.update(buffer[:count])
-                done += count
-                progress(f"reading {path.name}", done, total)
-    except OSError as error:
-        raise ModelFileError(f"{path} cannot be read: {error.strerror}") from error
-    return digest.hexdigest()
 
 
 def _is_whole(copy: Path) -> bool:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvist.errors import ModelFileError, ModelNotFoundError, did_you_mean
-from kvist.loading.demo_models import DEMO_MODELS
-from kvist.loading.hub import fetch_file, fetch_repository
+from kvist.loading.demo_models import DEMO_MODELS, DemoModel
+from kvist.loading.hub import fetch_file, fetch_repository, local_file, local_repository
 from kvist.loading.progress import Progress
 from kvist.loading.pull import pull
 from kvist.loading.untrusted_file import PICKLE_SUFFIXES, pickle_refusal
@@ -33,8 +33,13 @@ class ModelSource:
         return self.path.is_file()
 
 
-def resolve(model: str | os.PathLike[str], progress: Progress) -> ModelSource:
-    """Find a model by a path, a demo model's name or a Hub id, in this order, and fetch it where that is needed.
+def resolve(model: str | os.PathLike[str], progress: Progress, *, fetch: bool = True) -> ModelSource:
+    """Find a model by a path, a demo model's name or a Hub id, in this order.
+
+    Args:
+        model: what it is called.
+        progress: told how far fetching is.
+        fetch: whether to fetch what is not here. Otherwise it is not found.
 
     Raises:
         ModelNotFoundError: nothing goes by this name.
@@ -46,19 +51,43 @@ def resolve(model: str | os.PathLike[str], progress: Progress) -> ModelSource:
     if model and _exists(path):
         return ModelSource(path.resolve().name if path.is_dir() else path.stem, _local(path))
     if model in DEMO_MODELS:
-        return ModelSource(model, pull(model, progress))
+        return ModelSource(model, pull(model, progress) if fetch else _pulled(DEMO_MODELS[model]))
     hub = None if model.startswith(("/", ".", "~")) else _HUB_NAME.fullmatch(model)
     if hub and hub["file"]:
         file = hub["file"].removeprefix("/")
-        return ModelSource(Path(file).stem, fetch_file(hub["repo"], file, hub["revision"], progress))
+        return ModelSource(
+            Path(file).stem,
+            fetch_file(hub["repo"], file, hub["revision"], progress)
+            if fetch
+            else _found(model, local_file(hub["repo"], file, hub["revision"])),
+        )
     if hub and not hub["repo"].endswith((".gguf", *PICKLE_SUFFIXES)):
-        return ModelSource(hub["repo"], fetch_repository(hub["repo"], hub["revision"], progress))
+        return ModelSource(
+            hub["repo"],
+            fetch_repository(hub["repo"], hub["revision"], progress)
+            if fetch
+            else _found(model, local_repository(hub["repo"], hub["revision"])),
+        )
     if "/" in model or path.suffix in (".gguf", ".safetensors", *PICKLE_SUFFIXES):
         raise ModelNotFoundError(f"there is no file or directory {model}")
     raise ModelNotFoundError(
         f"no model is called '{model}': {did_you_mean(model, DEMO_MODELS)}, or give a directory, a .gguf file or a "
         "Hugging Face id like org/name"
     )
+
+
+def _pulled(model: DemoModel) -> Path:
+    if not model.is_pulled:
+        raise ModelNotFoundError(f"{model.name} is not here yet: fetch it with `kvist pull {model.name}`")
+    return model.path
+
+
+def _found(model: str, path: Path | None) -> Path:
+    if path is None:
+        raise ModelNotFoundError(
+            f"{model} is not in the Hub's local cache: fetch it with `kvist run --model {model} hello`"
+        )
+    return path
 
 
 def _path(model: str) -> Path:

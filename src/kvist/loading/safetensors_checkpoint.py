@@ -64,6 +64,11 @@ class SafetensorsCheckpoint:
                     )
                 self._add(stored[stored_name])
 
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files that tensors are read from, in the order of their names."""
+        return tuple(sorted(self._files))
+
     def names(self) -> list[str]:
         return list(self._entries)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,8 +36,7 @@ def fitting_decoder(config: ModelConfig, checkpoint: Checkpoint, source: str) ->
     num_tensors = len(checkpoint.names())
     if config.num_layers > num_tensors:  # before that many layers are built
         raise _misfit(source, f"{config.num_layers} layers, but {num_tensors} tensors")
-    with torch.device("meta"), _NoRandomValues():
-        decoder = build_decoder(config)
+    decoder = _empty_decoder(config)
     parameters = dict(decoder.named_parameters())
     tensors: dict[str, str] = {}
     for name in checkpoint.names():
@@ -63,6 +63,30 @@ def assign_weights(decoder: Decoder, checkpoint: Checkpoint, names: Mapping[str,
         setattr(decoder.get_submodule(module_name), leaf, nn.Parameter(tensor, requires_grad=False))
         num_bytes += tensor.nbytes
     return num_bytes
+
+
+def weights_bytes(config: ModelConfig, weights_format: str) -> int:
+    """The bytes of all parameters of a model, tied ones once, without any of them.
+
+    Raises:
+        ModelFileError: the configuration is of sizes that no machine holds.
+    """
+    # Layers are alike, with a window or without: so a configuration that claims thousands takes no longer.
+    one, two = (_num_parameters(replace(config, windows=config.windows[:1] * num_layers)) for num_layers in (1, 2))
+    return (one + (config.num_layers - 1) * (two - one)) * WEIGHT_DTYPES[weights_format].itemsize
+
+
+def _num_parameters(config: ModelConfig) -> int:
+    try:
+        return sum(parameter.numel() for parameter in _empty_decoder(config).parameters())
+    except RuntimeError as error:  # PyTorch cannot count the bytes of a matrix
+        raise ModelFileError("the weights would be larger than any machine's memory") from error
+
+
+def _empty_decoder(config: ModelConfig) -> Decoder:
+    """A decoder without memory for its weights."""
+    with torch.device("meta"), _NoRandomValues():
+        return build_decoder(config)
 
 
 class _NoRandomValues(TorchFunctionMode):

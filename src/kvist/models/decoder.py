@@ -7,12 +7,12 @@ from abc import ABC, abstractmethod
 import torch
 from torch import nn
 
-from kvist.config import ModelConfig
+from kvist.config import ModelConfig, RopeConfig
 from kvist.models.step_inputs import StepInputs
 
 
 class Decoder(nn.Module, ABC):
-    """A decoder-only language model. A family adds its layers and `hidden_states`.
+    """A decoder-only language model. A family adds its layers, `hidden_states` and `rope_of`.
 
     Parameters are named as in Hugging Face checkpoints, less the leading `model.`; the output matrix of a model with
     tied embeddings is the embedding itself.
@@ -31,6 +31,10 @@ class Decoder(nn.Module, ABC):
     @abstractmethod
     def hidden_states(self, inputs: StepInputs) -> torch.Tensor:
         """The normed output of the last layer for every token of the step, `[T, E]`."""
+
+    @abstractmethod
+    def rope_of(self, layer: int) -> RopeConfig:
+        """How a layer turns its queries and keys by their positions."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[S, V]` float32 from hidden states `[S, E]`."""

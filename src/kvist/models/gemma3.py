@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from kvist.attention import GroupedQueryAttention, inverse_frequencies, rope_tables
-from kvist.cache.kv_cache import CacheView
+from kvist.cache.cache_view import CacheView
 from kvist.config import ModelConfig, RopeConfig
 from kvist.errors import UnsupportedModelError
 from kvist.models.config_fields import ConfigFields, shape_fields
@@ -84,17 +84,20 @@ class Gemma3Decoder(Decoder):
     def hidden_states(self, inputs: StepInputs) -> torch.Tensor:
         config = self.gemma
         dtype, device = self.embed_tokens.weight.dtype, inputs.positions.device
-        global_rope, local_rope = (
-            rope_tables(inverse_frequencies(rope, config.head_dim, device), inputs.positions, dtype)
+        tables = {
+            rope: rope_tables(inverse_frequencies(rope, config.head_dim, device), inputs.positions, dtype)
             for rope in (config.global_rope, config.local_rope)
-        )
+        }
         # The factor is rounded to the weights' dtype first, as in training.
         factor = torch.tensor(config.embed_dim**0.5, dtype=dtype, device=device)
         x = self.embed_tokens(inputs.token_ids) * factor
-        for index, (layer, window) in enumerate(zip(self.layers, config.windows, strict=True)):
-            x = layer(x, global_rope if window is None else local_rope, inputs.cache, index)
+        for index, layer in enumerate(self.layers):
+            x = layer(x, tables[self.rope_of(index)], inputs.cache, index)
         y: torch.Tensor = self.norm(x)
         return y
+
+    def rope_of(self, layer: int) -> RopeConfig:
+        return self.gemma.global_rope if self.gemma.windows[layer] is None else self.gemma.local_rope
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = super().logits(hidden)

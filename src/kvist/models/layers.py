@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from kvist.attention import GroupedQueryAttention
-from kvist.cache.kv_cache import CacheView
+from kvist.cache.cache_view import CacheView
 
 
 class RMSNorm(nn.Module):

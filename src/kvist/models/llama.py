@@ -84,6 +84,9 @@ class LlamaDecoder(Decoder):
         y: torch.Tensor = self.norm(x)
         return y
 
+    def rope_of(self, layer: int) -> RopeConfig:
+        return self.rope
+
 
 def _layer(config: LlamaConfig, window: int | None) -> PreNormLayer:
     attention = GroupedQueryAttention(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvist.cache.kv_cache import CacheView
+from kvist.cache.cache_view import CacheView
 
 
 @dataclass(frozen=True)

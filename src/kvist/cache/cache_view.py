@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from kvist.cache.page_codec import PageCodec
-from kvist.cache.page_layout import PAGE_SLOTS, LayerGroup
+from kvist.cache.page_layout import PAGE_SLOTS, LayerGroup, storage_format
 from kvist.cache.page_pool import PagePool
 from kvist.cache.page_table import PageRules, PageTable, pages_of
 from kvist.errors import SequenceError
+from kvist.kv_format import KVFormat
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class CachedSequence:
     changes: int = 0
 
 
-class PagedView:
+class CacheView:
     """What the layers of one step write to and read from.
 
     Args:
@@ -95,7 +96,7 @@ class PagedView:
         for first, span in zip(self.first_positions, spans, strict=True):
             positions.extend(range(first, first + span.num_tokens))
         self._positions = torch.tensor(positions, dtype=torch.int64, device=device)
-        self._slots = self._positions % PAGE_SLOTS
+        self._slots, self._numbers = self._positions % PAGE_SLOTS, self._positions // PAGE_SLOTS
         self._write_pages = [
             torch.tensor(self._pages_of_rows(group), dtype=torch.int64, device=device) for group in range(len(groups))
         ]
@@ -113,7 +114,23 @@ class PagedView:
         self.check_current()
         group, row = self._places[layer]
         codec, pool = self._groups[group].codec, self._groups[group].pool
-        codec.write(pool.pages, row, self._write_pages[group], self._slots, k, v)
+        codec.write(pool.pages, row, self._write_pages[group], self._slots, self._numbers, k, v)
+
+    def format(self, layer: int) -> KVFormat:
+        """How a layer's keys and values are stored."""
+        group, row = self._places[layer]
+        return self._groups[group].codec.layout.layers[row].kv_format
+
+    def read(self, layer: int, index: int, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values `[K, L - start, D]` of span `index`'s sequence, from position `start` to this step's last.
+
+        A layer in a plain format only, in the dtype of that format.
+        """
+        whole = start // PAGE_SLOTS * PAGE_SLOTS
+        stop = self.first_positions[index] + self.spans[index].num_tokens
+        k, v = self.read_split(layer, index, whole, stop)
+        dtype = storage_format(self.format(layer).keys).code_dtype
+        return k[:, start - whole :].to(dtype), v[:, start - whole :].to(dtype)
 
     def read_split(self, layer: int, index: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a run of positions of span `index`'s sequence, this step's included.
@@ -139,7 +156,8 @@ class PagedView:
         end = min(stop, self.first_positions[index] + self.spans[index].num_tokens)
         first, last = max(start // PAGE_SLOTS, table.first), min(pages_of(end), table.stop)
         pages = table.tensor()[max(0, first - table.first) : max(0, last - table.first)]
-        k, v = codec.read(pool.pages, row, pages)
+        numbers = torch.arange(first, first + len(pages), device=pages.device)
+        k, v = codec.read(pool.pages, row, pages, numbers)
         at = first * PAGE_SLOTS - start
         return _placed(k, at, end - start, stop - start), _placed(v, at, end - start, stop - start)
 

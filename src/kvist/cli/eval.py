@@ -1,0 +1,147 @@
+"""`kvist eval`: what a format of the cache costs in quality."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvist.cli import options
+from kvist.cli.output import print_note, table_console
+from kvist.cli.output_file import output_file
+from kvist.cli.progress import progress_bar
+from kvist.config import check_threads
+from kvist.errors import OptionError
+from kvist.evaluate.eval_config import EvalConfig
+from kvist.kv_format import LayerFormats
+
+if TYPE_CHECKING:
+    from kvist.cli.eval_report import EvalReport
+    from kvist.evaluate.text_windows import EvaluationText
+
+DEFAULT_KV_FORMATS = ("bf16", "int8", "k=int8,v=int4", "int4")
+_STANDARD_OUTPUT = Path("-")
+
+
+def evaluate(
+    text: Annotated[Path, typer.Option(help="The text to predict, a file in UTF-8.", metavar="FILE")],
+    model: options.ModelOption = options.DEFAULT_MODEL,
+    kv_format: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A format to evaluate; may be given several times.",
+            metavar="FORMAT",
+            show_default=" ".join(DEFAULT_KV_FORMATS),
+        ),
+    ] = None,
+    compute: Annotated[
+        str, typer.Option(help="Weights and arithmetic of the rows: fp32 or bf16.", metavar="FORMAT")
+    ] = EvalConfig.compute,
+    window: Annotated[int, typer.Option(help="Tokens that are predicted in one go.", metavar="N")] = EvalConfig.window,
+    windows: Annotated[int, typer.Option(help="How many, from the beginning on.", metavar="N")] = EvalConfig.windows,
+    every: Annotated[int, typer.Option(help="Score every Nth position: quicker.", metavar="N")] = EvalConfig.every,
+    json: Annotated[
+        Path | None, typer.Option(help="Write one JSON object; - prints it and nothing else.", metavar="FILE")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw divergence over bytes per token: .png, .svg or .pdf.", metavar="FILE")
+    ] = None,
+    threads: options.ThreadsOption = None,
+) -> None:
+    """Measure what a cache format costs in quality.
+
+    A text is predicted through each format and through an exact cache: fp32, with weights and arithmetic in fp32.
+    Printed are the divergence of the predictions (KL, nats per token), how often the likeliest token is the same, and
+    the perplexity of the text.
+
+    With --compute bf16 every row contains what weights and arithmetic in bf16 cost, too; the row of bf16 shows how
+    much that is alone.
+    """
+    config = EvalConfig(
+        tuple(map(LayerFormats.parse, kv_format or DEFAULT_KV_FORMATS)), compute, window, windows, every
+    )
+    if threads is not None:
+        check_threads("--threads", threads)
+    if json is not None and plot is not None and json.resolve() == plot.resolve():
+        raise OptionError(f"--json and --plot name the same file, {plot}: give each its own")
+
+    options.prepare_to_compute()
+    from kvist.evaluate.text_windows import EvaluationText
+
+    source = EvaluationText.read(text)
+    alone = json == _STANDARD_OUTPUT
+    with output_file("--json", None if alone else json) as json_file, output_file("--plot", plot) as plot_file:
+        kind = _kind_of_plot(plot)
+        report = _evaluate(model, source, config, threads, silent=alone)
+        try:
+            if json_file is not None:
+                json_file.write(lambda path: path.write_text(report.json() + "\n", encoding="utf-8"))
+            if plot_file is not None:
+                plot_file.write(lambda path: _draw(path, kind, report))
+        finally:  # a full disk must not cost the minutes that the figures took
+            if alone:
+                print(report.json())
+            else:
+                table_console().print(report.table())
+
+
+def _kind_of_plot(path: Path | None) -> str:
+    if path is None:
+        return ""
+    from kvist.evaluate.plot import check_plot
+
+    return check_plot(path)
+
+
+def _draw(path: Path, kind: str, report: EvalReport) -> None:
+    from kvist.evaluate.plot import write_plot
+
+    write_plot(path, kind, report.evaluation, report.title)
+
+
+def _evaluate(
+    model: str, source: EvaluationText, config: EvalConfig, threads: int | None, *, silent: bool
+) -> EvalReport:
+    """Load the model and take all windows. An interrupt prints what is known by then, unless `silent`."""
+    import torch
+
+    from kvist.cli.eval_report import EvalProgress, EvalReport
+    from kvist.evaluate.evaluated_model import EvaluatedModel
+    from kvist.evaluate.evaluation import evaluate as evaluations
+    from kvist.evaluate.text_windows import holds_part_of, text_windows
+    from kvist.loading.key_calibration import calibration_ids
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    with progress_bar() as progress:
+        evaluated = EvaluatedModel.load(model, config, progress=progress)
+        loaded = evaluated.reference
+        windows = text_windows(loaded.tokenizer, loaded.config, source.text, config)
+        key_statics = evaluated.key_statics(config, progress=progress)
+    if key_statics is not None and holds_part_of(windows, calibration_ids(loaded.tokenizer, loaded.config)):
+        print_note(
+            "the quantised keys of every model are fitted to a passage of this text: they do better here than on others"
+        )
+    shown = EvalProgress(config.windows)
+    report: EvalReport | None = None
+    try:
+        with shown.drawn():
+            for evaluation in evaluations(
+                loaded.decoder,
+                evaluated.tested.decoder,
+                windows,
+                config,
+                key_statics=key_statics,
+                started=shown.started,
+            ):
+                shown.done(evaluation)
+                report = EvalReport(loaded.name, source, config, evaluation)
+    except KeyboardInterrupt:
+        if report is not None and not silent:
+            table_console().print(report.table())
+            print_note("interrupted: the table is of the windows that were through, and no file was written")
+        raise
+    if report is None:
+        raise RuntimeError("the evaluation ended without a window")
+    return report

@@ -1,0 +1,162 @@
+"""`kvist plan`: what a context costs in each format, and what fits, before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvist.checks import check_integer
+from kvist.cli import options
+from kvist.cli.output import print_note
+from kvist.config import WEIGHTS_FORMATS, EngineConfig, check_format
+from kvist.errors import OptionError
+from kvist.kv_format import LayerFormats
+from kvist.memory import MemoryBudget
+
+if TYPE_CHECKING:
+    from kvist.cli.plan_figures import FormatFigures, Request
+    from kvist.models.cache_shape import CacheShape
+
+# Far beyond every model and machine.
+_MOST = 2**40
+
+
+def plan(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="A model that is here, as for kvist run; only its configuration is read.",
+            metavar="MODEL",
+            show_default=options.DEFAULT_MODEL,
+        ),
+    ] = None,
+    config: Annotated[
+        str | None, typer.Option(help="The config.json of any other decoder.", metavar="FILE", show_default=False)
+    ] = None,
+    context: Annotated[
+        int | None, typer.Option(help="Tokens of a sequence.", metavar="N", show_default="the model's most")
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Sequences at once.", metavar="N")] = 1,
+    kv_format: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="How keys and values are kept; may be given several times.", metavar="FORMAT", show_default="all"
+        ),
+    ] = None,
+    kv_memory: options.KVMemoryOption = None,
+    weights_format: options.WeightsFormatOption = options.DEFAULT_FORMAT,
+    max_step_tokens: Annotated[
+        int, typer.Option(help="The most tokens of a step: windows keep room for them.", metavar="N")
+    ] = EngineConfig.max_step_tokens,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """What a context costs in memory, and what fits.
+
+    The formula is the cache's own: whole pages of 64 tokens, windows that drop what no query sees, the most that
+    sequences take at once while they grow. Nothing is fetched or loaded.
+    """
+    if context is not None:
+        check_integer("--context", context, 1, _MOST)
+    check_integer("--batch", batch, 1, _MOST)
+    check_integer("--max-step-tokens", max_step_tokens, 1, _MOST)
+    check_format("weights_format", weights_format, WEIGHTS_FORMATS)
+    formats = [LayerFormats.parse(name) for name in kv_format or ()]
+    budget = MemoryBudget.parse(kv_memory)
+    if model is not None and config is not None:
+        raise OptionError("--model and --config name two models: give one of them")
+    name, shape, weights_bytes = _described(model or options.DEFAULT_MODEL, config, weights_format)
+
+    from kvist.cli.plan_figures import Request, figures
+
+    context = context or shape.max_context
+    if context is None:
+        raise OptionError(f"{name} does not say how many tokens it takes: give --context N")
+    request = Request(context, batch, max_step_tokens, budget.resolve(), budget)
+    rows, refusals = figures(shape, formats, request)
+    for note in (*shape.notes, *refusals):
+        print_note(note)
+    if shape.max_context is not None and context > shape.max_context:
+        print_note(f"{name} takes {shape.max_context:,} tokens at most: the {context:,} are planned all the same")
+    if as_json:
+        print(_json(name, shape, request, rows, weights_format, weights_bytes))
+    else:
+        from kvist.cli.plan_tables import print_plan
+
+        print_plan(name, shape, request, rows, weights_format, weights_bytes)
+
+
+def _described(model: str, config: str | None, weights_format: str) -> tuple[str, CacheShape, int | None]:
+    """What the model goes by, what its cache must hold, and the bytes of its weights, where Kvist runs it."""
+    from kvist.loading.model_config import config_file, model_config
+    from kvist.loading.untrusted_file import errors_about
+    from kvist.loading.weights import weights_bytes
+    from kvist.models.cache_shape import cache_shape
+
+    name, path, raw = model_config(model) if config is None else config_file(config)
+    with errors_about(path):
+        shape = cache_shape(raw)
+        return name, shape, None if shape.config is None else weights_bytes(shape.config, weights_format)
+
+
+def _json(
+    name: str,
+    shape: CacheShape,
+    request: Request,
+    rows: Sequence[FormatFigures],
+    weights_format: str,
+    weights_bytes: int | None,
+) -> str:
+    """One line: what was asked, a row for each format, what the model is."""
+    from kvist.cli.plan_figures import REWIND_SLACK_TOKENS
+    from kvist.models.cache_shape import attention_kind
+
+    variants = [
+        {
+            "num_kv_heads": num_kv_heads,
+            "kind": attention_kind(shape.num_heads, num_kv_heads),
+            "kv_bytes": {row.kv_format: row.variants[index] for row in rows},
+        }
+        for index, num_kv_heads in enumerate(shape.head_variants())
+    ]
+    return json.dumps(
+        {
+            "context": request.context,
+            "batch": request.batch,
+            "rows": [_json_row(row, request) for row in rows],
+            "weights_bytes": weights_bytes,
+            "weights_format": weights_format,
+            "kv_memory_bytes": request.memory_bytes,
+            "max_step_tokens": request.max_step_tokens,
+            "rewind_slack_tokens": REWIND_SLACK_TOKENS,
+            "model": name,
+            "model_type": shape.model_type,
+            "max_context": shape.max_context,
+            "num_heads": shape.num_heads,
+            "num_kv_heads": shape.num_kv_heads,
+            "variants": variants,
+        },
+        ensure_ascii=False,
+    )
+
+
+def _json_row(row: FormatFigures, request: Request) -> dict[str, object]:
+    groups = [
+        {
+            "window": group.layers.window,
+            "num_layers": len(group.layers.layers),
+            "pages": request.batch * group.rules.most_pages(request.context),
+            "kv_bytes": request.batch * group.bytes_for(request.context),
+        }
+        for group in row.cache.groups
+    ]
+    return {
+        "kv_format": row.kv_format,
+        "kv_bytes_per_token": row.cache.bytes_per_token,
+        "kv_bytes": row.kv_bytes,
+        "tokens_that_fit": row.tokens_that_fit,
+        "sequences_that_fit": row.sequences_that_fit,
+        "groups": groups,
+    }

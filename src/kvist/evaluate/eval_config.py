@@ -1,0 +1,47 @@
+"""What is evaluated, and on how much text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvist.checks import check_integer
+from kvist.config import WEIGHTS_FORMATS, check_format
+from kvist.errors import OptionError
+from kvist.kv_format import LayerFormats
+
+LEAST_WINDOW = 2
+"""A token, and one to predict from it."""
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Which formats, on how much text.
+
+    Args:
+        formats: of the cache, each once.
+        compute: weights and arithmetic that the formats are tested with, `fp32` or `bf16`. The reference's are fp32.
+        window: tokens that are predicted in one sequence; a BOS token counts.
+        windows: how many follow one another from the text's beginning on.
+        every: positions from one that is scored to the next.
+
+    Raises:
+        OptionError: a value is out of range, or a format is there twice or not at all.
+    """
+
+    formats: tuple[LayerFormats, ...]
+    compute: str = "fp32"
+    window: int = 2048
+    windows: int = 8
+    every: int = 1
+
+    def __post_init__(self) -> None:
+        check_format("compute", self.compute, WEIGHTS_FORMATS)
+        check_integer("window", self.window, LEAST_WINDOW)
+        check_integer("windows", self.windows, 1)
+        check_integer("every", self.every, 1)
+        if not self.formats:
+            raise OptionError("there is no kv_format to evaluate: name one, like int8")
+        names = list(map(str, self.formats))
+        for name in names:
+            if names.count(name) > 1:
+                raise OptionError(f"kv_format {name} is there twice: keep one")
