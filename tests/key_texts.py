@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
+from kvist.config import LayerConfig
 from kvist.kernels.codec import storage_formats
 from kvist.kernels.key_statics import KeyMoments, KeyStatics, key_moments, key_statics
+from kvist.loading.key_calibration import feedback_dims
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -55,3 +59,18 @@ def moments_of(q: torch.Tensor, k: torch.Tensor, rates: torch.Tensor | None = No
 def statics_of(head_dim: int, num_kv_heads: int = 2) -> KeyStatics:
     moments = moments_of(*text_like(head_dim, num_kv_heads))
     return key_statics(moments, frequencies(head_dim), storage_formats()["int4"].group_dims(head_dim))
+
+
+def identity_statics(layers: Sequence[LayerConfig]) -> list[KeyStatics]:
+    """Statics with which keys are coded as they are."""
+    return [_identity(layer.head_dim, layer.num_kv_heads) for layer in layers]
+
+
+def _identity(head_dim: int, num_kv_heads: int) -> KeyStatics:
+    block = feedback_dims(head_dim)
+    return KeyStatics(
+        offset=torch.zeros(num_kv_heads, head_dim),
+        scale=torch.ones(num_kv_heads, head_dim),
+        feedback=torch.eye(block).expand(num_kv_heads, head_dim // block, block, block),
+        frequencies=torch.zeros(head_dim // 2),
+    )

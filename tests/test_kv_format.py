@@ -30,6 +30,12 @@ def test_a_kv_format_is_read_and_written(text: str, expected: KVFormat, shortest
     [
         ("bf61", "unknown kv_format 'bf61': did you mean 'bf16'? known: "),
         ("", "unknown kv_format '': known: "),
+        ("Q8_0", "unknown kv_format 'Q8_0': did you mean 'int8'? known: bf16, fp32, int8, int4"),
+        ("q4_0", "unknown kv_format 'q4_0': did you mean 'int4'? known: "),
+        ("k=fp8,v=int4", "unknown kv_format 'fp8': did you mean 'int8'? known: "),
+        ("f16", "unknown kv_format 'f16': did you mean 'bf16'? known: "),
+        ("fp16", "unknown kv_format 'fp16': did you mean 'bf16'? known: "),
+        ("auto", "unknown kv_format 'auto': did you mean 'bf16'? known: "),
         ("k=bf61,v=bf16", "unknown kv_format 'bf61': did you mean 'bf16'? known: "),
         ("k=,v=bf16", "unknown kv_format '': known: "),
         ("k=bf16", "kv_format 'k=bf16' gives no format for the values: add v=FORMAT"),
@@ -103,11 +109,13 @@ def test_formats_by_layer_that_mean_nothing_are_refused(text: str, message: str)
 def test_a_layer_that_the_model_does_not_have_is_refused() -> None:
     with pytest.raises(OptionError, match="names layer 4: the model has 4 layers, 0 to 3"):
         LayerFormats.parse("int4/4:int8").of(4)
+    with pytest.raises(OptionError, match="kv_format 'int8/4:int8' names layer 4: the model has 4 layers"):
+        LayerFormats.parse("int8/4:int8").of(4)
 
 
 @pytest.mark.parametrize(
     ("text", "quantised"),
     [("bf16", False), ("int8", True), ("k=bf16,v=int4", False), ("k=int4,v=bf16", True), ("bf16/1:int8", True)],
 )
-def test_who_needs_static_values_says_so(text: str, quantised: bool) -> None:
+def test_who_needs_statics_says_so(text: str, quantised: bool) -> None:
     assert LayerFormats.parse(text).quantised_keys is quantised

@@ -4,15 +4,34 @@ import math
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from importlib.metadata import version
+from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
+from tiny_files import write_tiny_directory
 
 import kvist
-from engine_fakes import BYTES_PER_TOKEN, END, PAGE_BYTES, ByteTokenizer, HashingDecoder, fake_llm, scripted
+from engine_fakes import (
+    BYTES_PER_TOKEN,
+    END,
+    PAGE_BYTES,
+    ByteTokenizer,
+    FakeLoaded,
+    HashingDecoder,
+    fake_llm,
+    scripted,
+    tiny_config,
+)
+from key_texts import random
 from kvist import LLM, Completion, SamplingParams, TextDelta
+from kvist.cache.cache_view import Span
+from kvist.cache.page_layout import PAGE_SLOTS, storage_format
 from kvist.errors import CacheFullError, ContextFullError, OptionError, PromptError, StateError
+from kvist.kernels.codec import VectorCodec
+from kvist.loading import LoadedModel, load
 from kvist.models.step_inputs import StepInputs
 
 
@@ -245,8 +264,8 @@ def test_params_of_one_prompt_are_no_list() -> None:
         ({"weights_format": "fp8"}, "unknown weights_format 'fp8'"),
         ({"kv_format": "int3"}, "unknown kv_format 'int3'"),
         ({"kv_memory": "much"}, "'much' is not a size"),
-        ({"kv_memory": -5}, "'-5' is not a size"),
-        ({"kv_memory": True}, "'True' is not a size"),
+        ({"kv_memory": -5}, "^-5 is not a size"),
+        ({"kv_memory": True}, "^True is not a size"),
         ({"kv_memory": 10**400}, "is not a size"),
         ({"threads": 0}, "threads is 0: it must be from 1 to 1024, best the number of CPUs"),
         ({"threads": -1}, "threads is -1: "),
@@ -272,7 +291,7 @@ def test_the_cache_takes_half_of_the_available_memory_unless_told(monkeypatch: p
 
 def test_a_machine_that_is_full_says_what_the_cache_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvist.memory.available_bytes", lambda: 0)
-    with pytest.raises(OptionError, match="kv_memory is 1 bytes: it must be at least 8,192, a page of 64 tokens"):
+    with pytest.raises(OptionError, match=r"kv_memory is 1 bytes: .* \(8,192 bytes\), a page of 64 tokens"):
         fake_llm(kv_memory=None)
 
 
@@ -280,6 +299,54 @@ def test_a_machine_that_is_full_says_what_the_cache_needs(monkeypatch: pytest.Mo
 def test_the_memory_of_a_text_is_that_of_its_pages(prompt: int, pages: int) -> None:
     completion = fake_llm().generate([1] * prompt, SamplingParams(max_tokens=1))
     assert (completion.kv_bytes, completion.kv_bytes_per_token) == (pages * PAGE_BYTES, BYTES_PER_TOKEN)
+
+
+def test_a_step_takes_as_many_tokens_as_asked_for() -> None:
+    decoder = HashingDecoder()
+    llm = fake_llm(decoder, max_context=8192, max_step_tokens=4096)
+    llm.generate([1] * 5000, SamplingParams(max_tokens=1))
+    assert [len(step.token_ids) for step in decoder.steps] == [4096, 904]
+
+
+@pytest.mark.parametrize("kv_format", ["int4", "int8", "bf16/1:int8"])
+def test_quantised_keys_are_coded_with_the_statics_of_the_model(
+    kv_format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVIST_CACHE", str(tmp_path / "cache"))
+    loaded = load(write_tiny_directory(tmp_path / "model"), "fp32")
+    cache = LLM.from_loaded(loaded, kv_format=kv_format, kv_memory="1MiB")._engine.cache
+    sequence, num_pages = cache.open(), 3
+    num_tokens = num_pages * PAGE_SLOTS
+    assert cache.reserve(sequence, num_tokens)
+    view = cache.view([Span(sequence, num_tokens)])
+    for layer, statics in enumerate(loaded.key_statics()):
+        shape = loaded.config.layers[layer]
+        k = random(num_tokens, shape.num_kv_heads, shape.head_dim)
+        view.write(layer, k, k)
+        codec = VectorCodec(storage_format(cache.formats[layer].keys), shape.head_dim, statics)
+        numbers = torch.arange(num_pages)
+        coded = codec.decode(*codec.encode(k.permute(2, 1, 0), numbers), numbers)
+        assert torch.equal(view.read_split(layer, 0, 0, num_tokens)[0], coded.permute(1, 2, 0))
+
+
+@pytest.mark.parametrize(
+    ("kv_format", "kv_memory", "message"),
+    [
+        ("int8", 1, "kv_memory is 1 bytes"),
+        ("int4", None, "int4 cannot take a head dim of 4"),
+        ("int8/7:int4", None, "names layer 7"),
+    ],
+)
+def test_what_the_cache_refuses_is_refused_before_statics_are_computed(
+    kv_format: str, kv_memory: int | None, message: str
+) -> None:
+    class WithoutStatics(FakeLoaded):
+        def key_statics(self, progress: object) -> None:
+            raise AssertionError("statics were asked for before the mistake was told")
+
+    loaded = WithoutStatics(config=replace(tiny_config(), head_dim=4))
+    with pytest.raises(OptionError, match=message):
+        LLM.from_loaded(cast(LoadedModel, loaded), kv_format=kv_format, kv_memory=kv_memory)
 
 
 def test_threads_are_those_of_pytorch() -> None:

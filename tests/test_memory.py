@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
 from kvist.errors import OptionError
-from kvist.memory import MemoryBudget, available_bytes
+from kvist.memory import MemoryBudget, available_bytes, binary_size
 
 V2 = ("memory.max", "memory.current", "inactive_file")
 V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
@@ -117,3 +118,54 @@ def test_what_is_no_size_is_refused(given: str) -> None:
     with pytest.raises(OptionError, match="is not a size in bytes") as caught:
         MemoryBudget.parse(given)
     assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("lots", "'lots' is not a size in bytes: write it like 512MiB, or 50% of what is free"),
+        ("101%", "'101%' is not a size in bytes: a share is above 0% and at most 100%"),
+        ("0.5", "'0.5' is not a size in bytes: it is less than one; write a share like 50%"),
+        ("0", "'0' is not a size in bytes: it must be positive, like 512MiB or 50%"),
+        (-5, "-5 is not a size in bytes: it must be positive, like 512MiB or 50%"),
+        (1.5, "1.5 is not a size in bytes: a float is a share of what is free, above 0 and at most 1"),
+        (True, "True is not a size in bytes: write it like 512MiB, or 50% of what is free"),
+        ("9e99TiB", "'9e99TiB' is not a size in bytes: write it like 512MiB, or 50% of what is free"),
+        ("1" + "0" * 20, f"'1{'0' * 20}' is not a size in bytes that any machine has: write it like 512MiB or 50%"),
+    ],
+)
+def test_what_is_no_size_is_told_why(given: object, message: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        MemoryBudget.parse(given)  # type: ignore[arg-type]
+    assert str(caught.value) == message
+
+
+# --- what a user is told ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 bytes"),
+        (1023, "1,023 bytes"),
+        (1024, "1.0 KiB"),
+        (3 * 2**19, "1.5 MiB"),
+        (GIB, "1.0 GiB"),
+        (2**51, "2,048.0 TiB"),
+    ],
+)
+def test_a_size_is_said_in_the_units_that_are_read(num_bytes: int, text: str) -> None:
+    assert binary_size(num_bytes) == text
+
+
+def test_numpys_numbers_are_numbers() -> None:
+    assert MemoryBudget.parse(np.float32(0.5)) == MemoryBudget(share=0.5)
+    assert MemoryBudget.parse(np.int64(4096)) == MemoryBudget(num_bytes=4096)
+
+
+def test_a_limit_on_the_address_space_is_one_on_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Half of what is left of it, since a range of the whole budget may be reserved twice."""
+    monkeypatch.undo()
+    used = psutil.Process().memory_info().vms
+    monkeypatch.setattr("resource.getrlimit", lambda which: (used + (1 << 21), -1))
+    assert available_bytes(tmp_path / "none", tmp_path) <= 1 << 20

@@ -190,3 +190,22 @@ def test_a_rewound_sequence_gives_the_same(text: Text, expected: torch.Tensor) -
     kept = text.cache.rewind(sequence, 190)
     assert kept == 190
     assert torch.equal(text.chunked(77, sequence), expected[:, kept:])
+
+
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf, 3e38])
+@pytest.mark.parametrize("side", ["keys", "values"])
+def test_a_later_token_that_is_no_number_changes_nothing(
+    text: Text, expected: torch.Tensor, side: str, broken: float
+) -> None:
+    """Computed in the same step, and seen by the tokens after it alone."""
+    for position in (30, 300):
+        vectors = text.k if side == "keys" else text.v
+        kept = vectors[position].clone()
+        vectors[position] = broken
+        result = text.cold()
+        assert torch.equal(result[:, :position], expected[:, :position])
+        decoded = torch.cat(
+            [text.chunked(position + 1, stop=position + 1), torch.empty(3, 0, *result.shape[2:])], dim=1
+        )
+        assert torch.equal(decoded.nan_to_num(7), result[:, : position + 1].nan_to_num(7))
+        vectors[position] = kept

@@ -56,6 +56,12 @@ class LayerConfig:
     window: int | None
     """Tokens that a query sees, itself included; None sees all."""
 
+    def __post_init__(self) -> None:
+        check_integer("num_kv_heads", self.num_kv_heads, 1)
+        check_integer("head_dim", self.head_dim, 1)
+        if self.window is not None:
+            check_integer("window", self.window, 1, note=", or None to see all")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:

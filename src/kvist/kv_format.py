@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvist.errors import OptionError, did_you_mean, shown
 
 KV_FORMATS = ("bf16", "fp32", "int8", "int4")
 """What one side, keys or values, can be stored in."""
+
+# What other tools call a format, or one that is near to it here.
+_NAMES_ELSEWHERE = {
+    "auto": "bf16", "bfloat16": "bf16", "f16": "bf16", "fp16": "bf16", "float16": "bf16", "half": "bf16",
+    "f32": "fp32", "float32": "fp32",
+    "q8_0": "int8", "fp8": "int8", "fp8_e4m3": "int8", "fp8_e5m2": "int8",
+    "q4_0": "int4", "q4_1": "int4",
+}  # fmt: skip
 
 _SIDES = {"k": "keys", "v": "values"}
 
@@ -28,7 +37,8 @@ class KVFormat:
     def __post_init__(self) -> None:
         for name in (self.keys, self.values):
             if name not in KV_FORMATS:
-                raise OptionError(f"unknown kv_format '{name}': {did_you_mean(str(name), KV_FORMATS)}")
+                near = _NAMES_ELSEWHERE.get(str(name).lower(), str(name))
+                raise OptionError(f"unknown kv_format '{name}': {did_you_mean(near, KV_FORMATS)}")
 
     @classmethod
     def parse(cls, text: str) -> KVFormat:
@@ -61,7 +71,7 @@ class KVFormat:
 
     @property
     def quantised_keys(self) -> bool:
-        """Whether keys are coded with static values of the model."""
+        """Whether keys are coded with statics of the model."""
         return self.keys in ("int8", "int4")
 
 
@@ -109,21 +119,24 @@ class LayerFormats:
         for layer, kv_format in self.exceptions:
             if layer >= num_layers:
                 raise OptionError(
-                    f"kv_format '{self}' names layer {layer}: the model has {num_layers} layers, 0 to {num_layers - 1}"
+                    f"kv_format '{self._text(self.exceptions)}' names layer {layer}: the model has {num_layers} "
+                    f"layers, 0 to {num_layers - 1}"
                 )
             formats[layer] = kv_format
         return tuple(formats)
 
     @property
     def quantised_keys(self) -> bool:
-        """Whether any layer's keys are coded with static values of the model."""
+        """Whether any layer's keys are coded with statics of the model."""
         return self.default.quantised_keys or any(kv_format.quantised_keys for _, kv_format in self.exceptions)
 
     def __str__(self) -> str:
+        return self._text((layer, kv_format) for layer, kv_format in self.exceptions if kv_format != self.default)
+
+    def _text(self, exceptions: Iterable[tuple[int, KVFormat]]) -> str:
         by_format: dict[KVFormat, list[int]] = {}
-        for layer, kv_format in self.exceptions:
-            if kv_format != self.default:
-                by_format.setdefault(kv_format, []).append(layer)
+        for layer, kv_format in exceptions:
+            by_format.setdefault(kv_format, []).append(layer)
         return "/".join([str(self.default), *(f"{_ranges(layers)}:{name}" for name, layers in by_format.items())])
 
 

@@ -12,6 +12,7 @@ import torch
 
 from kvist.attention import kernel_name
 from kvist.cache.kv_cache import KVCache
+from kvist.cache.plan import CachePlan
 from kvist.checks import check_integer
 from kvist.config import (
     WEIGHTS_FORMATS,
@@ -24,6 +25,7 @@ from kvist.config import (
 )
 from kvist.engine import DeltaStream, Engine, Request
 from kvist.engine.prompt import Prompt, is_token_ids, prompt_ids
+from kvist.engine.uninterrupted import uninterrupted
 from kvist.errors import OptionError, PromptError
 from kvist.kv_format import LayerFormats
 from kvist.memory import MemoryBudget
@@ -60,7 +62,7 @@ class LLM:
         tokenizer: its `kvist.loading.tokenizer.Tokenizer`.
         weights_format: as given.
         weights_bytes: bytes of all weights.
-        kv_format: as given.
+        kv_format: in the words of `kvist.kv_format.LayerFormats`.
 
     Raises:
         OptionError: an option cannot be honoured.
@@ -121,11 +123,13 @@ class LLM:
         self.weights_format = loaded.weights_format
         self.weights_bytes = loaded.weights_bytes
         self.kv_format = str(formats)
-        cache = KVCache(
-            loaded.config.layers,
-            CacheConfig(formats, budget.resolve(), max_step_tokens=engine_config.max_step_tokens),
-            key_statics=loaded.key_statics(progress) if formats.quantised_keys else None,
-        )
+        layers = loaded.config.layers
+        cache_config = CacheConfig(formats, budget.resolve(), max_step_tokens=engine_config.max_step_tokens)
+        # Statics may take minutes: what the cache would refuse is refused before.
+        plan = CachePlan(layers, formats, cache_config.rewind_slack_tokens, cache_config.max_step_tokens)
+        plan.check_budget(cache_config.memory_bytes)
+        statics = loaded.key_statics(progress) if formats.quantised_keys else None
+        cache = KVCache(layers, cache_config, key_statics=statics)
         self._engine = Engine(
             loaded.decoder, loaded.config, cache, loaded.tokenizer.decode, loaded.eos_token_ids, engine_config
         )
@@ -248,7 +252,8 @@ class LLM:
         return Request(self.tokenizer.encode(text, add_special_tokens=False), checked_params(params), requested_at)
 
     def _stream(self, request: Request) -> DeltaStream:
-        return DeltaStream(self._engine, self._engine.submit([request])[0])
+        with uninterrupted():  # so that nothing is submitted that no stream gives up
+            return DeltaStream(self._engine, self._engine.submit([request])[0])
 
 
 def _engine_config(max_step_tokens: int) -> EngineConfig:

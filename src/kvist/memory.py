@@ -1,4 +1,4 @@
-"""How much memory the cache may take: as users say it, and what the machine has."""
+"""How much memory the cache may take: as users say it, what the machine has, and how a size is said to them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,13 @@ from pathlib import Path
 
 import psutil
 
-from kvist.checks import in_words, is_integer
-from kvist.errors import OptionError, shown
+from kvist.checks import in_words, is_integer, is_number
+from kvist.errors import OptionError
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
 
 _BYTE_UNITS = {
     "": 1, "b": 1,
@@ -48,18 +53,21 @@ class MemoryBudget:
         """
         if given is None:
             return cls(share=0.5)
-        if isinstance(given, float):
-            if 0 < given <= 1:
-                return cls(share=given)
-        elif is_integer(given):
-            return cls(num_bytes=_checked(in_words(given), min(int(given), _MOST_BYTES + 1)))
-        elif isinstance(given, str):
+        if is_integer(given):
+            return cls(num_bytes=_checked(given, min(int(given), _MOST_BYTES + 1)))
+        if is_number(given):
+            if 0 < float(given) <= 1:
+                return cls(share=float(given))
+            raise _no_size(given, ": a float is a share of what is free, above 0 and at most 1")
+        if isinstance(given, str):
             number, unit = _split(given)
-            if unit == "%" and 0 < number <= 100:
-                return cls(share=number / 100)
+            if unit == "%":
+                if 0 < number <= 100:
+                    return cls(share=number / 100)
+                raise _no_size(given, ": a share is above 0% and at most 100%")
             if unit in _BYTE_UNITS:
                 return cls(num_bytes=_checked(given, number * _BYTE_UNITS[unit]))
-        raise _no_size(in_words(given))
+        raise _no_size(given)
 
     def resolve(self, available: Callable[[], int] | None = None) -> int:
         """The bytes of the budget, one at least; a share is of what `available` says."""
@@ -76,6 +84,8 @@ def _split(text: str) -> tuple[float, str]:
 
 
 def _checked(given: object, size: float) -> int:
+    if 0 < size < 1:
+        raise _no_size(given, ": it is less than one; write a share like 50%")
     if size < 1:
         raise _no_size(given, ": it must be positive, like 512MiB or 50%")
     if size > _MOST_BYTES:
@@ -84,7 +94,19 @@ def _checked(given: object, size: float) -> int:
 
 
 def _no_size(given: object, why: str = ": write it like 512MiB, or 50% of what is free") -> OptionError:
-    return OptionError(f"{shown(given)} is not a size in bytes{why}")
+    return OptionError(f"{in_words(given)} is not a size in bytes{why}")
+
+
+def binary_size(num_bytes: int) -> str:
+    """A size for a person, in the units that `kv_memory` takes: `640 bytes`, `1.5 MiB`, `2,048.0 TiB`."""
+    if num_bytes < 1024:
+        return f"{num_bytes:,} bytes"
+    size, unit = num_bytes / 1024, "KiB"
+    for larger in ("MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:,.1f} {unit}"
 
 
 def available_bytes(membership: Path = _MEMBERSHIP, mount: Path = _MOUNT) -> int:
@@ -94,7 +116,19 @@ def available_bytes(membership: Path = _MEMBERSHIP, mount: Path = _MOUNT) -> int
         membership: the file that names the control groups (cgroups) of this process.
         mount: where their files are.
     """
-    return max(0, min([int(psutil.virtual_memory().available), *_group_rooms(membership, mount)]))
+    rooms = [int(psutil.virtual_memory().available), *_group_rooms(membership, mount), *_address_room()]
+    return max(0, min(rooms))
+
+
+def _address_room() -> Iterator[int]:
+    """What a limit on this process's address space leaves (`ulimit -v`). Pages are reserved there before they are used.
+
+    Half of it: each of the few pools of a cache reserves a range of the whole budget's size.
+    """
+    if resource is not None:
+        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+        if limit != resource.RLIM_INFINITY:
+            yield (limit - int(psutil.Process().memory_info().vms)) // 2
 
 
 def _group_rooms(membership: Path, mount: Path) -> Iterator[int]:

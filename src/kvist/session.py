@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -14,8 +13,10 @@ from typing import TYPE_CHECKING
 
 from kvist.config import SamplingParams, checked_params
 from kvist.engine import DeltaStream, Engine, Request, Room, Sequence
+from kvist.engine.one_user import OneUser
 from kvist.engine.prompt import Prompt, prompt_ids
 from kvist.engine.text import text_after
+from kvist.engine.uninterrupted import uninterrupted
 from kvist.errors import ContextFullError, PromptError, StateError
 from kvist.results import Completion
 
@@ -65,7 +66,7 @@ class Session:
         self._engine = engine
         self._tokenizer = tokenizer
         self._system = system
-        self._busy = threading.Lock()
+        self._one_user = OneUser("another thread is using this session: it takes one turn at a time")
         self._stream: weakref.ref[DeltaStream] | None = None
         self._begin_anew()
 
@@ -187,8 +188,9 @@ class Session:
                 "the session"
             )
         request = Request(token_ids, checked_params(params), requested_at, self._room)
-        stream = DeltaStream(self._engine, self._engine.submit([request])[0], end)
-        self._stream = weakref.ref(stream)  # weak: a stream that its reader drops must end
+        with uninterrupted():  # so that nothing is submitted that no stream gives up
+            stream = DeltaStream(self._engine, self._engine.submit([request])[0], end)
+            self._stream = weakref.ref(stream)  # weak: a stream that its reader drops must end
         return stream
 
     def _continued(self, text: str, *, is_chat: bool) -> list[int]:
@@ -234,14 +236,10 @@ class Session:
 
     @contextmanager
     def _alone(self, *, closing: bool = False) -> Iterator[None]:
-        if not self._busy.acquire(blocking=False):
-            raise StateError("another thread is using this session: it takes one turn at a time")
-        try:
+        with self._one_user:
             if not closing and not self._release_room.alive:
                 raise StateError("this session is closed: open another with LLM.session()")
             yield
-        finally:
-            self._busy.release()
 
 
 def _completion(stream: DeltaStream) -> Completion:

@@ -10,11 +10,15 @@ import pytest
 import torch
 
 from cache_checks import check_books, committed_bytes
-from kvist.cache import page_pool
+from key_texts import identity_statics
+from kvist.cache import kv_cache, page_pool
 from kvist.cache.kv_cache import KVCache, Span, kv_bytes_per_token
-from kvist.cache.page_layout import PAGE_SLOTS
+from kvist.cache.page_codec import PageCodec
+from kvist.cache.page_layout import PAGE_SLOTS, PageLayout
+from kvist.cache.plan import CachePlan
 from kvist.config import CacheConfig, LayerConfig
 from kvist.errors import CacheFullError, KvistError, OptionError, ReservationError, RewindError, SequenceError
+from kvist.kernels.key_statics import KeyStatics
 from kvist.kv_format import KV_FORMATS, KVFormat, LayerFormats
 
 FULL = LayerConfig(2, 16, None)
@@ -34,8 +38,9 @@ def cache_of(
     sequences: int = 1,
 ) -> KVCache:
     """A cache with room for some sequences of so many tokens each, and for no page more."""
-    roomy = KVCache(layers, CacheConfig(kv_format, 2**30, slack, MAX_STEP))
-    return KVCache(layers, CacheConfig(kv_format, sequences * roomy.bytes_for(num_tokens), slack, MAX_STEP))
+    memory_bytes = sequences * CachePlan(layers, kv_format, slack, MAX_STEP).bytes_for(num_tokens)
+    config = CacheConfig(kv_format, memory_bytes, slack, MAX_STEP)
+    return KVCache(layers, config, key_statics=identity_statics(layers))
 
 
 def keys_of(cache: KVCache, layer: int, tokens: torch.Tensor) -> torch.Tensor:
@@ -225,7 +230,7 @@ def test_windows_alone_have_no_end() -> None:
 def test_a_budget_below_a_page_of_each_group_is_refused_with_the_least() -> None:
     layers = (FULL, WINDOWED, LayerConfig(1, 16, 7))
     least = cache_of(1, layers).config.memory_bytes
-    with pytest.raises(OptionError, match=rf"kv_memory is {least - 1:,} bytes: .* at least {least:,}.* 3 layer groups"):
+    with pytest.raises(OptionError, match=rf"kv_memory is .* at least .* \({least:,} bytes\), .* 3 layer groups"):
         KVCache(layers, CacheConfig(EXACT, least - 1))
     cache = KVCache(layers, CacheConfig(EXACT, least))
     assert holds(cache, filled(cache, 64), *range(64))
@@ -657,3 +662,93 @@ def test_where_no_range_can_be_reserved_the_pages_move_when_they_grow(monkeypatc
 def test_configurations_are_checked(changes: dict[str, int], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         CacheConfig(**{"kv_format": EXACT, "memory_bytes": 1, **changes})  # type: ignore[arg-type]
+
+
+# --- statics ----------------------------------------------------------------------------------------------------------
+
+
+def test_quantised_keys_without_statics_are_refused() -> None:
+    def built(kv_format: str, statics: list[KeyStatics | None] | None) -> KVCache:
+        return KVCache((FULL, WINDOWED), CacheConfig(LayerFormats.parse(kv_format), 2**20), key_statics=statics)
+
+    first, second = identity_statics((FULL, WINDOWED))
+    for kv_format in ("int8", "int4", "k=int8,v=fp32"):
+        with pytest.raises(ValueError, match=r"layer 0 keeps its keys in int\d and has no statics"):
+            built(kv_format, None)
+        with pytest.raises(ValueError, match=r"layer 1 keeps its keys in int\d and has no statics"):
+            built(kv_format, [first, None])
+        built(kv_format, [first, second])
+    with pytest.raises(ValueError, match="layer 1 keeps its keys in int4 and has no statics"):
+        built("bf16/1:int4", [first, None])
+    built("int4/1:bf16", [first, None])
+    built("k=bf16,v=int4", None)
+    with pytest.raises(ValueError, match="key_statics of 3 layers for 2"):
+        built("int8", [first, second, second])
+
+
+def test_statics_move_to_the_device_of_the_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices: set[str] = set()
+
+    def codec(layout: PageLayout, statics: list[KeyStatics]) -> PageCodec:
+        devices.update(value.device.type for of_layer in statics for value in vars(of_layer).values())
+        return PageCodec(layout)
+
+    monkeypatch.setattr(kv_cache, "PageCodec", codec)
+    config = CacheConfig(LayerFormats.parse("int8"), 2**20)
+    KVCache((FULL, WINDOWED), config, "meta", key_statics=identity_statics((FULL, WINDOWED)))
+    assert devices == {"meta"}
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ((0, 16, None), "num_kv_heads is 0: it must be at least 1"),
+        ((1, 0, None), "head_dim is 0: it must be at least 1"),
+        ((1, 16, 0), "window is 0: it must be at least 1, or None to see all"),
+    ],
+)
+def test_layers_are_checked(shape: tuple[int, int, int | None], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        LayerConfig(*shape)
+
+
+# --- what is none of it -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [1.5, float("nan"), float("inf"), -1, None, "7", True])
+def test_numbers_of_tokens_are_integers(number: object) -> None:
+    cache = cache_of(64)
+    sequence = cache.open()
+    for call in (cache.reserve, cache.rewind):
+        with pytest.raises((OptionError, RewindError), match=r"it must be|cannot rewind to"):
+            call(sequence, number)  # type: ignore[arg-type]
+    assert cache.reserve(sequence, 64)
+    with pytest.raises(OptionError, match=f"num_tokens of sequence {sequence} is"):
+        cache.view([Span(sequence, number)])  # type: ignore[arg-type]
+    assert (cache.length(sequence), cache.reserved(sequence)) == (0, 64)
+    check_books(cache)
+
+
+def test_a_view_is_committed_where_it_belongs() -> None:
+    ours, theirs = cache_of(64), cache_of(64)
+    sequence = ours.open()
+    assert ours.reserve(sequence, 3)
+    view = ours.view([Span(sequence, 3)])
+    with pytest.raises(SequenceError, match="the view is of another cache"):
+        theirs.commit(view)
+    assert ours.length(sequence) == 0
+    ours.commit(view)
+    assert ours.length(sequence) == 3
+
+
+def test_keys_and_values_have_the_shape_of_their_layer() -> None:
+    cache = cache_of(64)
+    sequence = cache.open()
+    assert cache.reserve(sequence, 3)
+    view = cache.view([Span(sequence, 3)])
+    whole = torch.zeros(3, 2, 16)
+    for k, v in ((whole[:1], whole[:1]), (whole, whole[:, :1]), (whole[..., :8], whole), (whole[0], whole[0])):
+        with pytest.raises(ValueError, match=r"layer 0 takes keys and values \(3, 2, 16\)"):
+            view.write(0, k, v)
+    with pytest.raises(ValueError, match="layer 9 is not in this cache: it has 2, from 0 on"):
+        view.write(9, whole, whole)

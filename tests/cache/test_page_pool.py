@@ -124,7 +124,7 @@ def test_a_reserved_range_may_be_larger_than_the_memory() -> None:
 
 
 def test_a_range_that_the_system_does_not_grant_is_refused() -> None:
-    with pytest.raises(CacheFullError, match=r"no address range of .* bytes .* lower kv_memory"):
+    with pytest.raises(CacheFullError, match=r"no address range of .* [KMGT]iB for .* lower kv_memory"):
         ReservedRange(2**30, 2**30)
     with pytest.raises(CacheFullError, match="no address range"):
         ReservedRange(2**40, 2**40)

@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from cache_checks import check_books, committed_bytes
+from key_texts import identity_statics
 from kvist.cache.kv_cache import KVCache, Span
 from kvist.cache.page_layout import PAGE_SLOTS
 from kvist.cache.plan import CachePlan
 from kvist.config import CacheConfig, LayerConfig
 from kvist.errors import OptionError
 from kvist.kv_format import LayerFormats
+from kvist.memory import binary_size
 from kvist.models.registry import decoder_config
 
 SLACK, MAX_STEP = 64, 128
@@ -52,7 +54,8 @@ def plan_of(layers: tuple[LayerConfig, ...], kv_format: str) -> CachePlan:
 
 
 def cache_of(layers: tuple[LayerConfig, ...], kv_format: str, memory_bytes: int) -> KVCache:
-    return KVCache(layers, CacheConfig(LayerFormats.parse(kv_format), memory_bytes, SLACK, MAX_STEP))
+    config = CacheConfig(LayerFormats.parse(kv_format), memory_bytes, SLACK, MAX_STEP)
+    return KVCache(layers, config, key_statics=identity_statics(layers))
 
 
 def write_through(cache: KVCache, batch: int, context: int, step: int) -> int:
@@ -138,6 +141,16 @@ def test_what_is_planned_is_what_the_system_gives() -> None:
     if None in given:
         pytest.skip("this system does not say which memory is committed")
     assert given == [2 * group.bytes_for(129) for group in plan.groups]
+
+
+def test_a_budget_in_which_no_sequence_can_begin_is_refused() -> None:
+    for family, groups in (("llama", ""), ("gemma3", " for each of 2 layer groups")):
+        plan = plan_of(layers_of(family), "int8")
+        plan.check_budget(plan.least_bytes)
+        with pytest.raises(OptionError) as caught:
+            plan.check_budget(plan.least_bytes - 1)
+        least = f"{binary_size(plan.least_bytes)} ({plan.least_bytes:,} bytes), a page of 64 tokens in int8{groups}"
+        assert str(caught.value) == f"kv_memory is {binary_size(plan.least_bytes - 1)}: it must be at least {least}"
 
 
 # --- what fits --------------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ def kvist(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
     """Runs `kvist ARGUMENTS`, with `given` on standard input."""
 
     def command(*arguments: str, given: str = "") -> Outcome:
-        monkeypatch.setattr(sys, "stdin", io.StringIO(given))
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given.encode()), encoding="utf-8"))
         code = command_line(arguments)
         return Outcome(code, *capsys.readouterr())
 

@@ -152,14 +152,14 @@ def test_a_full_cache_names_the_command_that_empties_it(kvist, small_llm, typed)
 
 @pytest.mark.parametrize("threads", ["0", "-1", "2000000", "99999999999"])
 def test_a_number_of_threads_that_cannot_run_is_one_line_before_anything_is_loaded(kvist, fake_llm, threads):
-    assert kvist("chat", "--threads", threads).error.startswith(f"--threads is {threads}: it must be from 1 to 1024")
+    assert kvist("chat", "--threads", threads).error.startswith(f"threads is {threads}: it must be from 1 to 1024")
     assert not fake_llm.loaded_with
 
 
 @pytest.mark.parametrize("threads", ["0", "-1", "2000000", "99999999999"])
 def test_a_measurement_refuses_them_in_the_same_words(kvist, threads):
     error = kvist("bench", "bandwidth", "--threads", threads).error
-    assert error.startswith(f"--threads is {threads}: it must be from 1 to 1024")
+    assert error.startswith(f"threads is {threads}: it must be from 1 to 1024")
 
 
 def test_wrong_option_is_one_line_before_anything_is_loaded(kvist, fake_llm):

@@ -59,14 +59,14 @@ def left_over() -> list[str]:
 def test_a_row_for_each_format_and_the_reference_below(kvist, asked):
     outcome = kvist(*asked, "--kv-format", "fp32", "--kv-format", "k=int8,v=int4")
     assert (outcome.code, outcome.err) == (0, "")
-    title, heading, exact, mixed, reference = outcome.out.splitlines()
+    title, _, heading, exact, mixed, reference = outcome.out.splitlines()
     assert title.rstrip() == "tiny on text.txt, 3 windows of 100 tokens, fp32 compute"
-    assert heading.split()[:4] == ["kv_format", "bytes/token", "mean", "KL"]
+    assert heading.split() == ["kv_format", "token", "divergence", "divergence", "agreement", "perplexity", "time"]
     # 3 layers with keys and values of 2 heads of 32 numbers.
     assert exact.split()[:5] == ["fp32", "1,536", "0", "0", "100.00%"]
     assert mixed.split()[:2] == ["k=int8,v=int4", str(3 * 2 * (32 + 4 + 16 + 4))]
     assert 0 < float(mixed.split()[2]) < float(mixed.split()[3])
-    assert exact.split()[5] in reference
+    assert reference.startswith(f"reference: fp32 cache, weights and compute; perplexity {exact.split()[5]}; ")
     assert "297 positions scored" in reference
     assert left_over() == []
 
@@ -148,8 +148,8 @@ def test_a_plot_without_matplotlib_says_what_to_install(kvist, asked, unloaded, 
         (["--compute", "int8"], "unknown compute 'int8'"),
         (["--window", "1"], "window is 1: it must be at least 2"),
         (["--windows", "0"], "windows is 0: it must be at least 1"),
-        (["--every", "0"], "every is 0: it must be at least 1"),
-        (["--threads", "0"], "--threads is 0"),
+        (["--every", "0"], "every is 0: it must be from 1 to 100, the window"),
+        (["--threads", "0"], "threads is 0"),
         (["--text", "nowhere.txt"], "the text nowhere.txt cannot be read: No such file or directory"),
         (["--text", "."], "cannot be read: Is a directory"),
         (["--text", "empty.txt"], "the text empty.txt is empty"),
@@ -157,10 +157,14 @@ def test_a_plot_without_matplotlib_says_what_to_install(kvist, asked, unloaded, 
         (["--json", "nowhere/a.json"], "--json nowhere/a.json cannot be written: there is no folder"),
         (["--json", "."], "--json . cannot be written: it is a folder"),
         (["--plot", "nowhere/a.png"], "--plot nowhere/a.png cannot be written: there is no folder"),
-        (["--plot", "a.pgn"], "must end in .png, .svg or .pdf: did you mean 'png'"),
-        (["--plot", "a"], "must end in .png, .svg or .pdf"),
+        (["--plot", "a.pgn"], "the plot a.pgn has no known ending: did you mean 'png'? known: png, svg, pdf"),
+        (["--plot", "a"], "the plot a has no known ending: known: png, svg, pdf"),
         (["--json", "a.png", "--plot", "a.png"], "--json and --plot name the same file"),
         (["--json", "a.png", "--plot", "./a.png"], "--json and --plot name the same file"),
+        (["--json", "./text.txt"], "--text and --json name the same file"),
+        (["--plot", "text.txt"], "--text and --plot name the same file"),
+        (["--every", "101"], "every is 101: it must be from 1 to 100, the window"),
+        (["--every", "9" * 20], "it must be from 1 to 100, the window"),
     ],
 )
 def test_mistakes_are_told_before_a_model_is_loaded(kvist, asked, unloaded, options, message):
@@ -196,6 +200,30 @@ def test_a_text_that_quantised_keys_are_fitted_to_is_told(kvist, asked, model):
     assert kvist(*asked, "--kv-format", "int8", "--windows", "1").err == ""
 
 
+def test_a_text_may_come_from_standard_input(kvist, asked):
+    asked[asked.index("text.txt")] = "-"
+    asked += ["--kv-format", "fp32", "--json", "-"]
+    found = json.loads(kvist(*asked, given=TEXT + "\n").out)
+    assert (found["text"], found["positions"]) == ("standard input", 297)
+    assert found["text_sha256"] == hashlib.sha256(f"{TEXT}\n".encode()).hexdigest()
+    assert kvist(*asked).error == "standard input is empty: give one of some thousand words"
+
+
+def test_help_says_that_it_takes_long_and_what_takes_less(kvist):
+    text = " ".join(kvist("eval", "--help").out.split())
+    assert "The defaults take many minutes: --windows 1, a shorter --window or --every 16 take less." in text
+
+
+def test_who_waits_long_without_a_terminal_is_told(kvist, asked, monkeypatch):
+    monkeypatch.setattr(eval_report, "_LONG_S", 0.0)
+    asked += ["--kv-format", "fp32"]
+    error = kvist(*asked).err
+    assert error.startswith("note: 1 of 3 windows is through, the others take about ")
+    assert error.endswith(" s: --windows, --window and --every make it less\n")
+    assert error.count("\n") == 1
+    assert kvist(*asked, "--windows", "1").err == ""
+
+
 def test_text_is_required(kvist):
     assert "missing option '--text'" in kvist("eval").error
 
@@ -226,11 +254,13 @@ def test_an_interrupt_shows_what_is_known_and_writes_no_file(asked, monkeypatch,
 def test_a_terminal_sees_the_table_fill(asked, monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(eval_report, "_LONG_S", 0.0)
     assert command_line([*asked, "--kv-format", "bf16", "--json", "-"]) == 0
     shown = capsys.readouterr()
     assert "window 1 of 3, reference" in shown.err
     assert "window 3 of 3, bf16" in shown.err
     assert "left" in shown.err
+    assert "note:" not in shown.err
     assert "kv_format" in shown.err
     assert shown.out.count("\n") == 1
 

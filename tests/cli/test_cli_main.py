@@ -50,10 +50,20 @@ def test_version(kvist, monkeypatch):
         (["rum"], "no such command 'rum'. Did you mean 'run'? (see kvist --help)"),
         (["run"], "missing argument 'PROMPT' (see kvist run --help)"),
         (["models", "all"], "(see kvist models --help)"),
+        (
+            ["eval", "--json"],
+            "option '--json' requires an argument: --json FILE writes a file, --json - prints (see kvist eval --help)",
+        ),
+        (["bench", "bandwidth", "--threads"], "requires an argument (see kvist bench bandwidth --help)"),
     ],
 )
 def test_usage_error_is_one_line(kvist, arguments, message):
     assert message in kvist(*arguments).error
+
+
+@pytest.mark.parametrize("verb", ["run", "chat", "plan", "eval"])
+def test_help_names_formats_by_layer(kvist, verb):
+    assert "int4/0-1:int8" in kvist(verb, "--help").out
 
 
 def test_help_does_not_wait_for_torch_or_rich():

@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from key_texts import identity_statics
 from kvist.cache.kv_cache import KVCache
 from kvist.config import CacheConfig, EngineConfig, LayerConfig
 from kvist.kv_format import LayerFormats
+from kvist.memory import binary_size
 
 # Llama 3 8B, as published.
 LLAMA3: dict[str, object] = {
@@ -42,6 +44,17 @@ GEMMA: dict[str, object] = {
 }
 DEFAULT_FORMATS = ["fp32", "bf16", "int8", "k=int8,v=int4", "int4"]
 GIB = 2**30
+
+
+@pytest.fixture(autouse=True)
+def free(monkeypatch: pytest.MonkeyPatch):
+    """A machine with 64 GiB to spare, or with another number of them."""
+
+    def set_free(gibibytes: float) -> None:
+        monkeypatch.setattr("kvist.cli.plan.available_bytes", lambda: int(gibibytes * GIB))
+
+    set_free(64)
+    return set_free
 
 
 @pytest.fixture
@@ -94,7 +107,8 @@ def test_the_figures_are_those_of_the_cache(planned, fields, kv_format):
     windows = [512 if (i + 1) % 6 else None for i in range(18)] if fields is GEMMA else [None] * 32
     layers = [LayerConfig(1, 256, window) if fields is GEMMA else LayerConfig(8, 128, window) for window in windows]
     steps = EngineConfig.max_step_tokens
-    cache = KVCache(layers, CacheConfig(LayerFormats.parse(kv_format), 3 * GIB, max_step_tokens=steps))
+    cache_config = CacheConfig(LayerFormats.parse(kv_format), 3 * GIB, max_step_tokens=steps)
+    cache = KVCache(layers, cache_config, key_statics=identity_statics(layers))
     (row,) = plan["rows"]
     assert row["kv_format"] == kv_format
     assert row["kv_bytes_per_token"] == cache.bytes_per_token
@@ -148,10 +162,27 @@ def test_a_format_is_planned_once(planned):
     assert [row["kv_format"] for row in plan["rows"]] == ["int8", "int4"]
 
 
-def test_the_default_budget_is_that_of_the_model(planned, monkeypatch):
-    monkeypatch.setattr("kvist.memory.available_bytes", lambda: 10 * GIB)
-    assert planned(LLAMA3)["kv_memory_bytes"] == 5 * GIB
-    assert planned(LLAMA3, "--kv-memory", "20%")["kv_memory_bytes"] == 2 * GIB
+def test_a_share_is_of_what_the_weights_leave(planned, free):
+    weights_bytes = planned(LLAMA3)["weights_bytes"]
+    free(20)
+    assert planned(LLAMA3)["kv_memory_bytes"] == (20 * GIB - weights_bytes) // 2
+    assert planned(LLAMA3, "--kv-memory", "25%")["kv_memory_bytes"] == (20 * GIB - weights_bytes) // 4
+    assert planned(LLAMA3, "--kv-memory", "3GiB")["kv_memory_bytes"] == 3 * GIB
+    assert planned({**LLAMA3, "model_type": "somebody_elses"})["kv_memory_bytes"] == 10 * GIB
+
+
+def test_beside_weights_that_exceed_the_machine_nothing_fits(kvist, config_of, planned, free):
+    free(8)
+    outcome = kvist("plan", "--config", config_of(LLAMA3))
+    excess = "the weights alone (15.0 GiB) exceed what is free (8.0 GiB)"
+    assert (outcome.code, outcome.err) == (
+        0, f"note: {excess}: give --kv-memory SIZE to plan for a larger machine\n"
+    )  # fmt: skip
+    assert "cache: at most 0 bytes, 50% of what is free beside the weights (--kv-memory)" in outcome.out
+    assert "It fits in none of these formats: int4 lacks 320.0 MiB." in outcome.out
+    row = row_of(planned(LLAMA3), "int4")
+    assert (row["tokens_that_fit"], row["sequences_that_fit"]) == (0, 0)
+    assert kvist("plan", "--config", config_of(LLAMA3), "--kv-memory", "1GiB").err == f"note: {excess}\n"
 
 
 # --- for people -------------------------------------------------------------------------------------------------------
@@ -160,13 +191,48 @@ def test_the_default_budget_is_that_of_the_model(planned, monkeypatch):
 def test_which_format_lets_a_context_fit_is_said_in_one_line(kvist, config_of):
     outcome = kvist("plan", "--config", config_of(LLAMA3), "--context", "32768", "--kv-memory", "3GiB")
     lines = outcome.out.splitlines()
-    assert lines[0] == "my-model: 32 layers, 32 query heads over 8 KV heads of 128 dims (GQA)"
+    assert lines[0] == "my-model: 32 layers, 32 query heads over 8 KV heads of 128 dims (GQA), context 8,192"
     assert lines[1] == "weights: 15.0 GiB in bf16, beside the cache"
     assert lines[2] == "cache: at most 3.0 GiB (--kv-memory)"
     assert "It fits as int8, k=int8,v=int4 and int4." in lines
     rows = {line.split()[0]: line.split()[1:] for line in lines[5:12] if line.startswith(tuple(DEFAULT_FORMATS))}
-    assert rows["bf16"] == ["131,072", "4.0", "GiB", "█" * 6, "133%", "24,576", "0"]
+    assert rows["bf16"] == ["131,072", "4.0", "GiB", "█" * 6, "133%", "24,576*", "0"]
     assert outcome.err == "note: my-model takes 8,192 tokens at most: the 32,768 are planned all the same\n"
+
+
+def test_what_the_model_or_the_engine_does_not_take_is_marked(kvist, config_of, planned):
+    lines = kvist("plan", "--config", config_of(LLAMA3), "--kv-memory", "64GiB").out.splitlines()
+    rows = {line.split()[0]: line.split()[-2:] for line in lines[5:12] if line.startswith(tuple(DEFAULT_FORMATS))}
+    assert rows["fp32"] == ["262,144*", "32"]
+    assert rows["bf16"] == ["524,288*", "64"]
+    assert rows["int4"][1] == "204†"
+    assert "* the model takes 8,192 tokens at most" in lines
+    assert "† 64 sequences at once: the others wait" in lines
+    unmarked = kvist("plan", "--config", config_of(LLAMA3), "--kv-memory", "1GiB", "--kv-format", "bf16").out
+    assert "*" not in unmarked
+    assert "†" not in unmarked
+    assert kvist("plan", "--config", config_of(LLAMA3), "--batch", "65").err == (
+        "note: 64 sequences run at once: the others of 65 wait\n"
+    )
+    assert planned(LLAMA3)["max_sequences"] == 64
+    assert planned(LLAMA3, "--max-step-tokens", "8")["max_sequences"] == 8
+
+
+def test_a_share_of_the_budget_below_a_percent_is_not_rounded_to_none(kvist, config_of):
+    def share(context: int) -> str:
+        # 128 KiB per token, and 64 GiB of budget: 1 % are 5,242.88 tokens, whole pages 5,248.
+        arguments = ("--kv-format", "bf16", "--kv-memory", "64GiB", "--context", str(context))
+        out = kvist("plan", "--config", config_of(LLAMA3), *arguments).out
+        (row,) = (line for line in out.splitlines() if line.startswith("bf16 ") and "%" in line)
+        return " ".join(row.split()[5:-2])
+
+    assert (share(5184), share(5248)) == ("< 1%", "1%")
+
+
+def test_a_budget_of_one_page_is_enough(planned):
+    row = row_of(planned(LLAMA3, "--kv-memory", "2.5MiB"), "int4")
+    assert row["tokens_that_fit"] == 64
+    assert row["groups"][0]["kv_bytes"] // row["groups"][0]["pages"] == 5 * 2**19
 
 
 def test_a_budget_that_is_too_small_for_the_context_says_what_lacks(kvist, config_of):
@@ -177,7 +243,7 @@ def test_a_budget_that_is_too_small_for_the_context_says_what_lacks(kvist, confi
 def test_layer_groups_are_told_apart_where_there_are_several(kvist, config_of):
     lines = kvist("plan", "--config", config_of(GEMMA), "--kv-memory", "1GiB").out.splitlines()
     at = lines.index("by layer group")
-    assert lines[at + 1].split() == ["all", "tokens", "window", "of", "512"]
+    assert lines[at + 1].split() == ["all", "tokens,", "window", "of", "512,"]
     assert lines[at + 2].split() == ["kv_format", "3", "layers", "15", "layers", "together"]
     assert lines[at + 4].split() == ["bf16", "96.0", "MiB", "39.4", "MiB", "135.4", "MiB"]
     explained = (
@@ -187,9 +253,9 @@ def test_layer_groups_are_told_apart_where_there_are_several(kvist, config_of):
     assert "by layer group" not in kvist("plan", "--config", config_of(LLAMA3)).out
 
 
-@pytest.mark.parametrize("columns", [40, 60, 80, 120])
+@pytest.mark.parametrize("columns", [40, 60, 72, 80, 120])
 @pytest.mark.parametrize("no_color", [True, False])
-def test_a_plan_fits_the_terminal_and_no_number_is_cut(kvist, config_of, monkeypatch, columns, no_color):
+def test_a_plan_fits_the_terminal_and_no_number_is_cut(kvist, config_of, planned, monkeypatch, columns, no_color):
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setenv("TERM", "xterm-256color")
     if no_color:
@@ -204,6 +270,11 @@ def test_a_plan_fits_the_terminal_and_no_number_is_cut(kvist, config_of, monkeyp
     text = re.sub(r"\x1b\[[0-9;]*m", "", out)
     assert max(map(len, text.splitlines())) <= columns
     assert "…" not in text
+    # Whatever a format costs stands in its lines, whole.
+    for row in planned(GEMMA, *arguments)["rows"]:
+        for number in (row["kv_bytes_per_token"], row["tokens_that_fit"]):
+            assert re.search(rf"(?<![\d,]){number:,}(?![\d,])", text), number
+        assert binary_size(row["kv_bytes"]) in text
     if columns >= 80:
         assert "█" in text
         assert re.search(r"^k=int8,v=int4 +7,560 +\d+\.\d [GM]iB +█", text, re.MULTILINE)
@@ -220,6 +291,12 @@ def test_formats_that_the_head_dim_does_not_allow_are_left_out_and_named(kvist, 
     outcome = kvist("plan", "--config", config_of({**LLAMA3, "head_dim": 20}), "--json")
     assert [row["kv_format"] for row in json.loads(outcome.out)["rows"]] == ["fp32", "bf16", "int8"]
     assert outcome.err.count("note: kv_format int4 cannot take a head dim of 20") == 2
+
+
+def test_a_format_that_was_asked_for_is_not_left_out(kvist, config_of):
+    config = config_of({**LLAMA3, "head_dim": 20})
+    error = kvist("plan", "--config", config, "--kv-format", "bf16", "--kv-format", "int4").error
+    assert "int4 cannot take a head dim of 20" in error
 
 
 # --- models that are here, and those that are not ---------------------------------------------------------------------
@@ -267,13 +344,13 @@ def test_what_is_not_here_is_not_fetched(kvist, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--context", "0"), "--context is 0: it must be from 1 to"),
-        (("--context", "-5"), "--context is -5"),
-        (("--context", "9" * 30), "--context is 999"),
+        (("--context", "0"), "context is 0: it must be from 1 to"),
+        (("--context", "-5"), "context is -5"),
+        (("--context", "9" * 30), "context is 999"),
         (("--context", "32k"), "invalid value for '--context'"),
-        (("--batch", "0"), "--batch is 0"),
-        (("--batch", "-1"), "--batch is -1"),
-        (("--max-step-tokens", "0"), "--max-step-tokens is 0"),
+        (("--batch", "0"), "batch is 0"),
+        (("--batch", "-1"), "batch is -1"),
+        (("--max-step-tokens", "0"), "max_step_tokens is 0"),
         (("--kv-format", "int5"), "unknown kv_format 'int5': did you mean 'int"),
         (("--kv-format", "k=int8"), "gives no format for the values"),
         (("--kv-format", "int4/32:int8"), "names layer 32: the model has 32 layers"),
@@ -282,7 +359,7 @@ def test_what_is_not_here_is_not_fetched(kvist, monkeypatch, tmp_path):
         (("--kv-memory", "0"), "it must be positive"),
         (
             ("--kv-memory", "1KiB"),
-            "kv_memory is 1,024 bytes: it must be at least 2,621,440, a page of 64 tokens in int4",
+            "kv_memory is 1.0 KiB: it must be at least 2.5 MiB (2,621,440 bytes), a page of 64 tokens in int4",
         ),
         (("--model", "smollm2-135m"), "--model and --config name two models"),
     ],

@@ -102,3 +102,13 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path, name, message):
     (tmp_path / "file").touch()
     with pytest.raises(OptionError, match=f"^--json .*{message}"), output_file("--json", tmp_path / name):
         pass
+
+
+def test_who_may_read_it_stays_as_it_was(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text("old")
+    path.chmod(0o600)
+    with output_file("--json", path) as file:
+        file.write(lambda aside: aside.write_text("new"))
+    assert path.read_text() == "new"
+    assert path.stat().st_mode & 0o777 == 0o600

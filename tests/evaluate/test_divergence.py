@@ -76,6 +76,12 @@ def test_perplexity_is_e_to_the_mean_cross_entropy(logits, targets):
     assert perplexity(found.surprisal) == pytest.approx(cross_entropy(tested, targets).exp().item(), rel=1e-5)
 
 
+def test_a_perplexity_that_is_no_finite_number_is_refused():
+    assert perplexity(torch.full((3,), 709.0)) == pytest.approx(math.exp(709))
+    with pytest.raises(NumericsError, match="surprises the model by 710 nats per token"):
+        perplexity(torch.full((3,), 710.0))
+
+
 @pytest.mark.parametrize(
     ("fraction", "expected"), [(0.99, 99.0), (0.5, 50.0), (1.0, 100.0), (0.001, 1.0), (0.991, 100.0)]
 )

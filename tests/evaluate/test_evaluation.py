@@ -10,6 +10,7 @@ import torch
 from tiny import TINY_CONFIGS, TinyModel, tiny_model
 from torch.nn.functional import cross_entropy, kl_div
 
+from key_texts import identity_statics
 from kvist.cache.kv_cache import KVCache
 from kvist.errors import CacheFullError, NumericsError, OptionError
 from kvist.evaluate import evaluation
@@ -129,6 +130,23 @@ def test_weights_and_arithmetic_in_bf16_are_tested_against_fp32(tiny):
     found = last(tiny.decoder, config("bf16", "fp32"), tested=half)
     assert found.reference_perplexity == last(tiny.decoder, config("fp32")).reference_perplexity
     assert all(row.kl_mean > 0 for row in found.rows)
+
+
+def test_int4_diverges_less_with_the_statics_of_the_model(tmp_path):
+    """Where keys have a mean: biases make one."""
+    decoder = tiny_model("qwen2", tmp_path).decoder
+    with torch.no_grad():
+        for layer in range(decoder.config.num_layers):
+            bias = decoder.get_parameter(f"layers.{layer}.self_attn.k_proj.bias")
+            bias.copy_(10 * torch.randn(bias.shape, generator=torch.Generator().manual_seed(layer)))
+    fitted = calibrate(decoder, token_ids(decoder, seed=1, windows=1)[0], no_progress)
+    means = []
+    for statics in (fitted, identity_statics(decoder.config.layers)):
+        (row,) = last(decoder, config("int4", windows=1), key_statics=statics).rows
+        means.append(row.kl_mean)
+    assert 0 < means[0] < 0.5 * means[1]
+    with pytest.raises(ValueError, match="has no statics"):
+        last(decoder, config("int4", windows=1))
 
 
 def test_results_come_window_by_window_and_the_earlier_do_not_change(tiny, key_statics):

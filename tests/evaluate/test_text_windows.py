@@ -161,3 +161,9 @@ def test_what_cannot_be_read_is_refused(tmp_path):
         EvaluationText.read(tmp_path / "nowhere.txt")
     with pytest.raises(PromptError, match="directory"):
         EvaluationText.read(tmp_path)
+
+
+def test_a_text_without_end_is_not_read_to_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("kvist.evaluate.text_windows._MOST_BYTES", 1 << 20)
+    with pytest.raises(PromptError, match="the text /dev/zero is larger than 1 MiB: give a part of it"):
+        EvaluationText.read("/dev/zero")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+
 import pytest
 import torch
-from key_texts import random, statics_of
 
-from kvist.kernels.codec import VectorCodec, storage_formats
+from key_texts import random, statics_of
+from kvist.kernels.codec import VectorCodec, _encode_int4, storage_formats
 from kvist.kernels.key_statics import KeyStatics
+from kvist.kernels.reference import fed_back_codes
 from kvist.kernels.rotation import rotate
 from kvist.kv_format import KV_FORMATS
 
@@ -85,6 +89,50 @@ def test_int4_takes_the_step_that_fits_best() -> None:
     errors = [(z - y).square().sum(0) for z in (fitted, plain)]
     assert (errors[0] <= errors[1] * 1.001).all()
     assert errors[0].sum() < 0.97 * errors[1].sum()
+
+
+def test_a_group_whose_values_differ_keeps_a_step() -> None:
+    """Also where the floor in bf16 lies so far off that a constant at its neighbour would be nearer."""
+    generator = torch.Generator().manual_seed(0)
+    y = 1.0039 + 1e-4 * torch.rand(32, 2, 200, generator=generator)
+    _, scalars = codec_of("int4", 32).encode(rotate(y), FIRST_PAGE)
+    assert scalars is not None
+    assert (scalars[:, 0] > 0).all()
+
+
+def test_a_floor_beyond_bf16_is_not_finite() -> None:
+    y = torch.zeros(32, 1, 2)
+    y[3, 0, 0] = -3.4e38  # finite in float32
+    codes, scalars = _encode_int4(y, 32, None)
+    assert scalars[:, :, 0, 0].isnan().all()
+    assert not codes.any()
+    assert not scalars[:, :, 0, 1].any()
+
+
+@pytest.mark.parametrize("head_dim", [8, 64, 80])
+def test_feedback_gives_the_codes_of_its_plain_twin(head_dim: int) -> None:
+    statics = statics_of(head_dim)
+    feedback = 0.5 * random(*statics.feedback.shape, seed=1)
+    ones = torch.eye(feedback.shape[-1])
+    statics = dataclasses.replace(statics, feedback=feedback.tril(-1) + ones)
+    codec = codec_of("int4", head_dim, statics)
+    offset = statics.offset.T.unsqueeze(-1)
+    k = offset + rotate(random(head_dim, 2, 12).pow(3)) / statics.scale.T.unsqueeze(-1)
+    codes, scalars = codec.encode(k, FIRST_PAGE)
+    assert scalars is not None
+    # On the first page the offset is not turned.
+    y = rotate((k - offset) * statics.scale.T.unsqueeze(-1)).unflatten(0, (-1, codec.group_dims))
+    by_group = codes.unflatten(0, (-1, codec.group_dims))
+    differing = 0
+    for group, kv_head, token in itertools.product(range(len(y)), range(2), range(12)):
+        values = y[group, :, kv_head, token]
+        step, floor = scalars[group, :, kv_head, token].float()
+        rows = statics.feedback[kv_head, group].numpy()
+        twin = fed_back_codes(list(values.numpy()), step.numpy()[()], floor.numpy()[()], rows)
+        assert by_group[group, :, kv_head, token].tolist() == twin
+        nearest = ((values - floor) / step).round().clamp(0, 15)
+        differing += nearest.tolist() != twin
+    assert differing > len(y) * 8  # of 24
 
 
 @pytest.mark.parametrize("name", QUANTISED)

@@ -7,8 +7,8 @@ import math
 
 import pytest
 import torch
-from key_texts import frequencies, moments_of, random, received, statics_of, text_like, turned
 
+from key_texts import frequencies, moments_of, random, received, statics_of, text_like, turned
 from kvist.attention.rope import inverse_frequencies
 from kvist.config import Llama3RopeScaling, RopeConfig
 from kvist.kernels.codec import VectorCodec, storage_formats
@@ -147,6 +147,19 @@ def test_what_the_text_never_used_does_no_harm() -> None:
     assert (statics.scale > 0).all()
     assert torch.equal(statics.scale[1], torch.ones(64))
     assert torch.equal(statics.feedback[1], torch.eye(32).expand(2, 32, 32))
+
+
+@pytest.mark.parametrize("used_by", ["queries", "keys"])
+def test_a_scale_stays_within_its_bounds(used_by: str) -> None:
+    """Where one dim of 64 is all that queries use, and keys all others, or the other way about."""
+    one = torch.zeros(1, 64, dtype=torch.float64)
+    one[0, 3] = 1
+    queries, keys = (one, 1 - one) if used_by == "queries" else (1 - one, one)
+    nothing = torch.zeros(1, 64, dtype=torch.float64)
+    moments = KeyMoments(nothing, keys.diag_embed(), nothing, queries.diag_embed(), num_tokens=300)
+    scale = key_statics(moments, frequencies(64), 32, horizon=1).scale[0]
+    assert scale[3] == (32 if used_by == "queries" else 1 / 32)
+    assert (scale[torch.arange(64) != 3].log().abs() < math.log(2)).all()
 
 
 # --- the turn of a page -----------------------------------------------------------------------------------------------

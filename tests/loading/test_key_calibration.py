@@ -1,4 +1,4 @@
-"""The static values of quantised keys come from what attention sees of a text, layer by layer."""
+"""The statics of quantised keys come from what attention sees of a text, layer by layer."""
 
 from __future__ import annotations
 
@@ -193,6 +193,16 @@ def test_a_model_whose_keys_are_no_numbers_is_refused(value: float, tmp_path: Pa
     with pytest.raises(NumericsError, match=r"keys or queries in layer 1 are not numbers .* try weights_format='fp32'"):
         calibrate(decoder, token_ids(), no_progress)
     assert hooks_of(decoder) == 0
+
+
+def test_a_model_whose_scores_are_no_numbers_is_refused(tmp_path: Path) -> None:
+    """Its keys and queries are, and no layer after this one would tell."""
+    decoder = tiny_decoder("llama", tmp_path)
+    with torch.no_grad():
+        for name in ("q_proj", "k_proj"):
+            decoder.get_parameter(f"layers.2.self_attn.{name}.weight").mul_(1e25)
+    with pytest.raises(NumericsError, match=r"in layer 2 are not numbers .* or have products that are not"):
+        calibrate(decoder, token_ids(), no_progress)
 
 
 def hooks_of(decoder: Decoder) -> int:

@@ -1,4 +1,4 @@
-"""The static values of quantised keys are computed once for a model, and are the same bits ever after."""
+"""The statics of quantised keys are computed once for a model, and are the same bits ever after."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,10 +20,12 @@ from tiny_files import hf_config, hf_state, write_tiny_directory, write_tiny_ggu
 
 from kvist.errors import NumericsError, OptionError
 from kvist.kernels.key_statics import KeyStatics
-from kvist.loading import fingerprint, key_calibration, load
+from kvist.loading import fingerprint, key_calibration, load, statics_file
+from kvist.loading.cache_folder import only_process
 from kvist.loading.fingerprint import STATIC_NAMES, statics_hash
 from kvist.loading.loader import LoadedModel
 from kvist.loading.prepared import prepared_copies
+from kvist.loading.progress import Progress
 from kvist.loading.statics_file import read_statics
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -289,6 +292,24 @@ stages = []
 statics = load(sys.argv[1], "fp32").key_statics(lambda stage, done, total: stages.append(stage))
 print(json.dumps([statics_hash(statics), stages]))
 """
+
+
+def test_what_another_process_made_while_this_one_waited_is_read(
+    model: LoadedModel, own_cache: Path, calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = model.key_statics()
+    (path,) = kept_files(own_cache)
+    path.rename(own_cache / "theirs")
+
+    @contextmanager
+    def waiting(target: Path, progress: Progress) -> Iterator[Path]:
+        with only_process(target, progress) as work:
+            (own_cache / "theirs").rename(target)
+            yield work
+
+    monkeypatch.setattr(statics_file, "only_process", waiting)
+    assert same_bits(model.key_statics(), theirs)
+    assert len(calls) == 1
 
 
 def test_two_processes_compute_once_and_both_get_the_same_bits(tmp_path: Path, own_cache: Path) -> None:

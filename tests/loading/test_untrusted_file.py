@@ -42,3 +42,9 @@ def test_a_missing_file_is_named_with_its_directory(tmp_path: Path) -> None:
     (tmp_path / "x.json").mkdir()
     with pytest.raises(ModelFileError, match="cannot be read: Is a directory"):
         read_json(tmp_path / "x.json")
+
+
+def test_a_configuration_without_end_is_not_read_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvist.loading.untrusted_file._MOST_JSON_BYTES", 1 << 20)
+    with pytest.raises(ModelFileError, match="/dev/zero is larger than any file of its kind"):
+        read_json(Path("/dev/zero"))

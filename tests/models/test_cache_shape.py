@@ -51,6 +51,9 @@ def shape(**changes: object) -> CacheShape:
         ("qwen3_moe", {}, 4, 64),
         ("dbrx", {"attn_config": {"kv_n_heads": 2}}, 2, 128),
         ("mpt", {}, 16, 128),
+        ("mpt", {"attn_config": {"attn_type": "multiquery_attention"}}, 1, 128),
+        ("bloom", {"n_head": 4}, 4, 16),
+        ("xglm", {}, 16, 64),
         ("llava", {}, 32, 128),
         ("qwen2_5_vl", {}, 8, 128),
     ],
@@ -79,6 +82,38 @@ def test_a_window_that_nobody_places_is_not_counted_on() -> None:
     assert {layer.window for layer in found.layers} == {None}
     assert "sliding_window is 9, but nothing says which layers have it" in found.notes[1]
     assert len(shape(sliding_window=9, use_sliding_window=False).notes) == 1
+
+
+def test_a_window_of_zero_is_none() -> None:
+    found = shape(sliding_window=0, sliding_window_pattern=2)
+    assert ({layer.window for layer in found.layers}, len(found.notes)) == ({None}, 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_kv_heads", "head_dim"),
+    [
+        ({"num_attention_groups": 1, "num_key_value_heads": None}, 1, 8),  # Step 3
+        ({"attention_head_dim": 128}, 2, 128),  # Hunyuan-Large
+        ({"attn_type_list": [1, 1, 1, 1]}, 2, 8),  # MiniMax-M2
+        ({"n_embed": 128, "hidden_size": None}, 2, 16),  # BLOOM, as published
+        ({"layer_types": ["attention"] * 4, "mamba_d_state": 256}, 2, 8),  # Granite 4, the dense ones
+    ],
+)
+def test_files_as_families_publish_them_are_read(changes: dict[str, object], num_kv_heads: int, head_dim: int) -> None:
+    assert shape(**changes).layers == (LayerConfig(num_kv_heads, head_dim, None),) * 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"use_cla": True, "cla_share_factor": 2}, "use_cla is True, which means layers that share keys and values"),
+        ({"attn_type_list": [0, 0, 0, 1]}, r"attn_type_list is \[0, 0, 0, 1\], which means layers that keep a state"),
+        ({"layer_types": ["mamba", "attention"] * 2, "mamba_d_state": 256}, "mamba_d_state is 256"),
+    ],
+)
+def test_files_as_families_publish_them_are_refused(changes: dict[str, object], named: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=named):
+        shape(**changes)
 
 
 def test_a_family_that_is_run_is_planned_where_a_feature_of_it_is_not() -> None:
@@ -134,6 +169,7 @@ def test_caches_that_are_not_keys_and_values_per_head_are_refused_by_name(model_
         ({"head_dim": -1}, "head_dim is -1"),
         ({"sliding_window": "9"}, "sliding_window is '9'"),
         ({"layer_types": ["full_attention"]}, "layer_types must list 4 layers"),
+        ({"layer_types": ["attention"]}, "layer_types must list 4 layers"),
         ({"text_config": []}, "text_config is"),
         ({"model_type": 5}, "no model_type"),
         ({"model_type": "llama", "vocab_size": None}, "no vocab_size"),

@@ -67,6 +67,7 @@ class CacheView:
         device: where tensors are made.
 
     Attributes:
+        groups: the cache's groups, as given.
         spans: the step's runs of tokens, in the order in which they are packed into `T`.
         row_starts: for each span, its first row in `T`.
         first_positions: for each span, the position of its first token in its sequence.
@@ -87,7 +88,7 @@ class CacheView:
         self.row_starts = tuple(sum(span.num_tokens for span in spans[:i]) for i in range(len(spans)))
         self.num_tokens = sum(span.num_tokens for span in spans)
         self._changes = tuple(sequence.changes for sequence in sequences)
-        self._groups = tuple(groups)
+        self.groups = tuple(groups)
         # For each layer its group, and its place in the group's pages.
         self._places = {
             layer: (group, row) for group, of in enumerate(groups) for row, layer in enumerate(of.layers.layers)
@@ -110,16 +111,21 @@ class CacheView:
 
         Raises:
             SequenceError: a sequence of the step was committed, rewound or released since the view was made.
+            ValueError: there is no such layer, or `k` and `v` are not of its shape.
         """
         self.check_current()
-        group, row = self._places[layer]
-        codec, pool = self._groups[group].codec, self._groups[group].pool
+        group, row = self._place(layer)
+        place = self.groups[group].codec.layout.layers[row]
+        shape = (self.num_tokens, place.num_kv_heads, place.head_dim)
+        if k.shape != shape or v.shape != shape:
+            raise ValueError(f"layer {layer} takes keys and values {shape}, not {tuple(k.shape)} and {tuple(v.shape)}")
+        codec, pool = self.groups[group].codec, self.groups[group].pool
         codec.write(pool.pages, row, self._write_pages[group], self._slots, self._numbers, k, v)
 
     def format(self, layer: int) -> KVFormat:
         """How a layer's keys and values are stored."""
-        group, row = self._places[layer]
-        return self._groups[group].codec.layout.layers[row].kv_format
+        group, row = self._place(layer)
+        return self.groups[group].codec.layout.layers[row].kv_format
 
     def read(self, layer: int, index: int, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values `[K, L - start, D]` of span `index`'s sequence, from position `start` to this step's last.
@@ -151,8 +157,8 @@ class CacheView:
         if start % PAGE_SLOTS:
             raise ValueError(f"start is {start}: it must be a multiple of {PAGE_SLOTS}")
         self._check_current(index)
-        group, row = self._places[layer]
-        codec, pool, table = self._groups[group].codec, self._groups[group].pool, self.sequences[index].tables[group]
+        group, row = self._place(layer)
+        codec, pool, table = self.groups[group].codec, self.groups[group].pool, self.sequences[index].tables[group]
         end = min(stop, self.first_positions[index] + self.spans[index].num_tokens)
         first, last = max(start // PAGE_SLOTS, table.first), min(pages_of(end), table.stop)
         pages = table.tensor()[max(0, first - table.first) : max(0, last - table.first)]
@@ -165,6 +171,13 @@ class CacheView:
         """Raise `SequenceError` where a sequence was committed, rewound or released since the view was made."""
         for index in range(len(self.spans)):
             self._check_current(index)
+
+    def _place(self, layer: int) -> tuple[int, int]:
+        """A layer's group, and its place in the group's pages."""
+        try:
+            return self._places[layer]
+        except KeyError:
+            raise ValueError(f"layer {layer} is not in this cache: it has {len(self._places)}, from 0 on") from None
 
     def _check_current(self, index: int) -> None:
         if self.sequences[index].changes != self._changes[index]:

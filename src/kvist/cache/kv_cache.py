@@ -23,13 +23,14 @@ import torch
 
 from kvist.cache.cache_view import CachedSequence, CacheGroup, CacheView, Span
 from kvist.cache.page_codec import PageCodec
-from kvist.cache.page_layout import PAGE_SLOTS
 from kvist.cache.page_pool import PagePool
 from kvist.cache.page_table import PageTable
 from kvist.cache.plan import CachePlan, kv_bytes_per_token
+from kvist.checks import check_integer, in_words, is_integer
 from kvist.config import CacheConfig, LayerConfig
-from kvist.errors import CacheFullError, OptionError, ReservationError, RewindError, SequenceError
+from kvist.errors import CacheFullError, ReservationError, RewindError, SequenceError
 from kvist.kernels.key_statics import KeyStatics
+from kvist.kv_format import KVFormat
 
 __all__ = ["CacheView", "KVCache", "Span", "kv_bytes_per_token"]
 
@@ -41,7 +42,7 @@ class KVCache:
         layers: the shape of each layer's cache.
         config: storage format, budget, and what windows keep.
         device: where the pages are.
-        key_statics: for each layer, what its quantised keys are coded with; None: nothing.
+        key_statics: for each layer, what its quantised keys are coded with; plain keys need none.
 
     Attributes:
         layers, config, device: as given.
@@ -53,6 +54,7 @@ class KVCache:
     Raises:
         OptionError: the budget is less than one page of each group, or the format cannot take a head dim.
         CacheFullError: the system grants no address range of the budget's size.
+        ValueError: a layer has quantised keys and no statics, or there are statics of another number of layers.
     """
 
     def __init__(
@@ -69,7 +71,8 @@ class KVCache:
         self.formats = config.kv_format.of(len(self.layers))
         self.plan = CachePlan(self.layers, config.kv_format, config.rewind_slack_tokens, config.max_step_tokens)
         self.bytes_per_token = self.plan.bytes_per_token
-        statics = [None] * len(self.layers) if key_statics is None else key_statics
+        self.plan.check_budget(config.memory_bytes)
+        statics = _checked_statics(self.formats, key_statics, self.device)
         self.groups = _groups(self.plan, statics, config, self.device)
         self._sequences: dict[int, CachedSequence] = {}
         self._next_id = 0
@@ -130,6 +133,7 @@ class KVCache:
             RewindError: as `rewind`.
         """
         sequence = self._open_sequence(sequence_id)
+        num_tokens = check_integer("num_tokens", num_tokens, 0)
         length = None if rewind_to is None else self._rewound_length(sequence, rewind_to)
         reserved = max(_reserved_at(sequence, length), num_tokens)
         if self._exceeds(sequence, reserved, length):
@@ -172,9 +176,12 @@ class KVCache:
         Pages that no query will see any more are given back.
 
         Raises:
-            SequenceError: a sequence was committed, rewound or released since the view was made. Nothing changed.
+            SequenceError: a sequence was committed, rewound or released since the view was made, or the view is of
+                another cache. Nothing changed.
         """
         view.check_current()
+        if view.groups is not self.groups:
+            raise SequenceError("the view is of another cache: commit it there")
         for span, sequence in zip(view.spans, view.sequences, strict=True):
             if span.num_tokens:
                 sequence.changes += 1
@@ -236,7 +243,9 @@ class KVCache:
 
     def release(self, sequence_id: int) -> None:
         """Close a sequence and give back its pages, where nobody shares them, and what it has reserved."""
-        _rewind(self._open_sequence(sequence_id), 0)
+        sequence = self._open_sequence(sequence_id)
+        sequence.reserved = 0
+        _rewind(sequence, 0)
         del self._sequences[sequence_id]
 
     # --- inside -------------------------------------------------------------------------------------------------------
@@ -255,8 +264,7 @@ class KVCache:
         return sequence_id
 
     def _check_span(self, span: Span, sequence: CachedSequence) -> None:
-        if span.num_tokens < 0:
-            raise ReservationError(f"sequence {span.sequence_id}: a span of {span.num_tokens} tokens")
+        check_integer(f"num_tokens of sequence {span.sequence_id}", span.num_tokens, 0)
         if span.num_tokens > self.config.max_step_tokens:
             raise ReservationError(
                 f"sequence {span.sequence_id}: {span.num_tokens:,} tokens in one step, and a step takes "
@@ -269,6 +277,8 @@ class KVCache:
             )
 
     def _rewound_length(self, sequence: CachedSequence, length: int) -> int:
+        if not is_integer(length):
+            raise RewindError(f"cannot rewind to {in_words(length)}: a length is an integer")
         if length < 0:
             raise RewindError(f"cannot rewind to {length}: a sequence starts at 0")
         if length > sequence.length:
@@ -303,14 +313,25 @@ class KVCache:
         return total
 
 
+def _checked_statics(
+    formats: Sequence[KVFormat], key_statics: Sequence[KeyStatics | None] | None, device: torch.device
+) -> list[KeyStatics | None]:
+    """The statics of each layer, on the device. Quantised keys without them would be coded, but worse."""
+    statics = [None] * len(formats) if key_statics is None else key_statics
+    if len(statics) != len(formats):
+        raise ValueError(f"there are key_statics of {len(statics)} layers for {len(formats)}: give one for each layer")
+    for layer, (kv_format, of_layer) in enumerate(zip(formats, statics, strict=True)):
+        if of_layer is None and kv_format.quantised_keys:
+            raise ValueError(
+                f"layer {layer} keeps its keys in {kv_format.keys} and has no statics to code them with: pass "
+                "key_statics, as LoadedModel.key_statics() gives them"
+            )
+    return [None if of_layer is None else of_layer.to(device) for of_layer in statics]
+
+
 def _groups(
     plan: CachePlan, statics: Sequence[KeyStatics | None], config: CacheConfig, device: torch.device
 ) -> tuple[CacheGroup, ...]:
-    if config.memory_bytes < plan.least_bytes:
-        raise OptionError(
-            f"kv_memory is {config.memory_bytes:,} bytes: it must be at least {plan.least_bytes:,}, a page of "
-            f"{PAGE_SLOTS} tokens in {config.kv_format} for each of {len(plan.groups)} layer groups"
-        )
     return tuple(
         CacheGroup(
             group.layers,

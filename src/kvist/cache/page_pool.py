@@ -21,6 +21,7 @@ from typing import Protocol
 import torch
 
 from kvist.errors import CacheFullError
+from kvist.memory import binary_size
 
 # So that the system does not count the whole range as memory that it owes. Python has the name from 3.13 on.
 _WITH_LINUX_NUMBERS = ("x86_64", "aarch64", "riscv64")
@@ -62,8 +63,8 @@ class ReservedRange:
             self._map = mmap.mmap(-1, max_pages * stride, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
         except (OSError, OverflowError) as error:
             raise CacheFullError(
-                f"the system grants no address range of {max_pages * stride:,} bytes for keys and values ({error}): "
-                "lower kv_memory, or raise the limit on the process's address space"
+                f"the system grants no address range of {binary_size(max_pages * stride)} for keys and values "
+                f"({error}): lower kv_memory, or raise the limit on the process's address space"
             ) from error
         # A huge page would commit the memory of neighbours that nobody has taken, outside the budget.
         if hasattr(mmap, "MADV_NOHUGEPAGE"):

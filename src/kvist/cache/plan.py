@@ -19,7 +19,9 @@ from kvist.cache.page_layout import PAGE_SLOTS, LayerGroup, PageLayout, layer_gr
 from kvist.cache.page_pool import page_stride
 from kvist.cache.page_table import PageRules
 from kvist.config import LayerConfig
+from kvist.errors import OptionError
 from kvist.kv_format import LayerFormats
+from kvist.memory import binary_size
 
 
 def kv_bytes_per_token(layers: Sequence[LayerConfig], kv_format: LayerFormats) -> int:
@@ -61,6 +63,7 @@ class CachePlan:
         max_step_tokens: the most tokens of a sequence in one step.
 
     Attributes:
+        kv_format: as given.
         groups: of the layers, full attention first, then the windows, ascending.
         bytes_per_token: of one token's slots over all layers, as `kv_bytes_per_token` counts them.
         least_bytes: a page of each group, without which no sequence can begin.
@@ -77,6 +80,7 @@ class CachePlan:
         max_step_tokens: int,
     ) -> None:
         formats = kv_format.of(len(layers))
+        self.kv_format = kv_format
         self.groups = tuple(
             GroupPlan(
                 group,
@@ -87,6 +91,15 @@ class CachePlan:
         )
         self.bytes_per_token = kv_bytes_per_token(layers, kv_format)
         self.least_bytes = sum(group.stride for group in self.groups)
+
+    def check_budget(self, memory_bytes: int) -> None:
+        """Raise `OptionError` where no sequence can begin in a budget, naming the least that is enough."""
+        if memory_bytes < self.least_bytes:
+            groups = f" for each of {len(self.groups)} layer groups" if len(self.groups) > 1 else ""
+            raise OptionError(
+                f"kv_memory is {binary_size(memory_bytes)}: it must be at least {binary_size(self.least_bytes)} "
+                f"({self.least_bytes:,} bytes), a page of {PAGE_SLOTS} tokens in {self.kv_format}{groups}"
+            )
 
     def bytes_for(self, num_tokens: int) -> int:
         """The most bytes that a sequence takes at once while it grows from nothing to `num_tokens`.

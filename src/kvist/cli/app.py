@@ -84,7 +84,7 @@ def command_line(arguments: Sequence[str] | None = None) -> int:
     except KvistError as error:
         return _fail(str(error))
     except typer.TyperException as error:
-        return _fail(_usage_message(error))
+        return _fail(_usage_message(error, sys.argv[1:] if arguments is None else arguments))
     except BrokenPipeError:
         _drop_unwritable_output()
         return EXIT_BROKEN_PIPE
@@ -111,12 +111,26 @@ def _fail(message: str) -> int:
     return EXIT_ERROR
 
 
-def _usage_message(error: typer.TyperException) -> str:
+def _usage_message(error: typer.TyperException, arguments: Sequence[str]) -> str:
     """What was wrong with the arguments, in one line that ends in where to read more."""
     message = error.format_message().rstrip(".")
     context = getattr(error, "ctx", None)
-    command = context.command_path if context is not None else "kvist"
+    command = context.command_path if context is not None else _command_path(arguments)
+    if message == "Option '--json' requires an argument":
+        message += ": --json FILE writes a file, --json - prints"
     return f"{message[:1].lower()}{message[1:]} (see {command} --help)"
+
+
+def _command_path(arguments: Sequence[str]) -> str:
+    """The verb that arguments begin with, for an error that does not know its own."""
+    path = ["kvist"]
+    verbs = getattr(typer.main.get_command(app), "commands", {})
+    for argument in arguments:
+        if argument not in verbs:
+            break
+        path.append(argument)
+        verbs = getattr(verbs[argument], "commands", {})
+    return " ".join(path)
 
 
 def _drop_unwritable_output() -> bool:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvist.cli.bench_attention import attention
 from kvist.config import check_threads
 
 if TYPE_CHECKING:
@@ -22,6 +23,9 @@ def bench() -> None:
     """Measure this machine."""
 
 
+app.command()(attention)
+
+
 @app.command()
 def bandwidth(
     threads: Annotated[
@@ -32,7 +36,7 @@ def bandwidth(
 ) -> None:
     """How fast this machine reads memory: the most that a decoder, which mostly reads, can come to."""
     if threads is not None:
-        check_threads("--threads", threads)
+        check_threads("threads", threads)
 
     from kvist.bench.bandwidth import measure
     from kvist.bench.machine import MachineFacts
@@ -54,7 +58,8 @@ def bandwidth(
 def _print_table(result: ReadBandwidth, facts: MachineFacts) -> None:
     from rich.table import Table
 
-    from kvist.cli.output import binary_size, table_console
+    from kvist.cli.output import table_console
+    from kvist.memory import binary_size
 
     cache = facts.last_level_cache_bytes
     table = Table(show_header=False, box=None, pad_edge=False)

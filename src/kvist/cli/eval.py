@@ -11,6 +11,7 @@ from kvist.cli import options
 from kvist.cli.output import print_note, table_console
 from kvist.cli.output_file import output_file
 from kvist.cli.progress import progress_bar
+from kvist.cli.reading import read_bytes
 from kvist.config import check_threads
 from kvist.errors import OptionError
 from kvist.evaluate.eval_config import EvalConfig
@@ -21,22 +22,24 @@ if TYPE_CHECKING:
     from kvist.evaluate.text_windows import EvaluationText
 
 DEFAULT_KV_FORMATS = ("bf16", "int8", "k=int8,v=int4", "int4")
-_STANDARD_OUTPUT = Path("-")
+_DASH = Path("-")  # standard input or output
 
 
 def evaluate(
-    text: Annotated[Path, typer.Option(help="The text to predict, a file in UTF-8.", metavar="FILE")],
+    text: Annotated[
+        Path, typer.Option(help="The text to predict, a file in UTF-8; - reads standard input.", metavar="FILE")
+    ],
     model: options.ModelOption = options.DEFAULT_MODEL,
     kv_format: Annotated[
         list[str] | None,
         typer.Option(
-            help="A format to evaluate; may be given several times.",
+            help="A format to evaluate, as for kvist run (int4/0-1:int8 too); may be given several times.",
             metavar="FORMAT",
             show_default=" ".join(DEFAULT_KV_FORMATS),
         ),
     ] = None,
     compute: Annotated[
-        str, typer.Option(help="Weights and arithmetic of the rows: fp32 or bf16.", metavar="FORMAT")
+        str, typer.Option(help="Weights and compute of the rows: fp32 or bf16.", metavar="FORMAT")
     ] = EvalConfig.compute,
     window: Annotated[int, typer.Option(help="Tokens that are predicted in one go.", metavar="N")] = EvalConfig.window,
     windows: Annotated[int, typer.Option(help="How many, from the beginning on.", metavar="N")] = EvalConfig.windows,
@@ -51,26 +54,26 @@ def evaluate(
 ) -> None:
     """Measure what a cache format costs in quality.
 
-    A text is predicted through each format and through an exact cache: fp32, with weights and arithmetic in fp32.
-    Printed are the divergence of the predictions (KL, nats per token), how often the likeliest token is the same, and
-    the perplexity of the text.
+    A text is predicted through each format and by a reference, with cache, weights and compute in fp32. Printed are
+    the divergence of the predictions (KL, nats per token), their agreement (how often the likeliest token is the
+    same), and the perplexity of the text.
 
-    With --compute bf16 every row contains what weights and arithmetic in bf16 cost, too; the row of bf16 shows how
-    much that is alone.
+    The defaults take many minutes: --windows 1, a shorter --window or --every 16 take less.
+
+    With --compute bf16 every row contains what weights and compute in bf16 cost, too; the row of bf16 shows how much
+    that is alone.
     """
     config = EvalConfig(
         tuple(map(LayerFormats.parse, kv_format or DEFAULT_KV_FORMATS)), compute, window, windows, every
     )
     if threads is not None:
-        check_threads("--threads", threads)
-    if json is not None and plot is not None and json.resolve() == plot.resolve():
-        raise OptionError(f"--json and --plot name the same file, {plot}: give each its own")
-
+        check_threads("threads", threads)
     options.prepare_to_compute()
+    _check_apart({"--text": text, "--json": json, "--plot": plot})
     from kvist.evaluate.text_windows import EvaluationText
 
-    source = EvaluationText.read(text)
-    alone = json == _STANDARD_OUTPUT
+    source = EvaluationText.of(read_bytes(), "standard input") if text == _DASH else EvaluationText.read(text)
+    alone = json == _DASH
     with output_file("--json", None if alone else json) as json_file, output_file("--plot", plot) as plot_file:
         kind = _kind_of_plot(plot)
         report = _evaluate(model, source, config, threads, silent=alone)
@@ -84,6 +87,16 @@ def evaluate(
                 print(report.json())
             else:
                 table_console().print(report.table())
+
+
+def _check_apart(files: dict[str, Path | None]) -> None:
+    """Refuse options that name one file twice: the text would be lost, or one output of two."""
+    named: dict[Path, str] = {}
+    for option, path in files.items():
+        if path is None or path == _DASH:
+            continue
+        if (other := named.setdefault(path.resolve(), option)) != option:
+            raise OptionError(f"{other} and {option} name the same file, {path}: give each its own")
 
 
 def _kind_of_plot(path: Path | None) -> str:

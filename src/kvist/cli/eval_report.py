@@ -17,10 +17,13 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from kvist.cli.output import screen_width
+from kvist.cli.output import print_note, screen_width
 from kvist.evaluate.eval_config import EvalConfig
 from kvist.evaluate.evaluation import Evaluation
 from kvist.evaluate.text_windows import EvaluationText
+
+# Whoever waits longer for the end, without a terminal to look at, is told.
+_LONG_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -66,8 +69,8 @@ class EvalReport:
         """The same for a person."""
         found = self.evaluation
         reference = (
-            f"beside an fp32 cache with fp32 compute, of perplexity {found.reference_perplexity:.3f} "
-            f"({_duration(found.reference_seconds)}); {found.positions:,} positions scored"
+            f"reference: fp32 cache, weights and compute; perplexity {found.reference_perplexity:.3f}; "
+            f"{_duration(found.reference_seconds)}; {found.positions:,} positions scored"
         )
         return Group(Text(self.title), format_table(found), Text(reference, style="dim"))
 
@@ -75,9 +78,16 @@ class EvalReport:
 def format_table(evaluation: Evaluation) -> Table:
     """A row for each format."""
     table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("kv_format", overflow="fold")
-    for heading in ("bytes/token", "mean KL", "99% KL", "same top", "perplexity", "time"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("kv_format", overflow="fold", vertical="bottom")
+    for heading in (
+        "bytes/\ntoken",
+        "mean\ndivergence",
+        "99%\ndivergence",
+        "agreement",
+        "perplexity",
+        "time",
+    ):
+        table.add_column(heading, justify="right", no_wrap=True, vertical="bottom")
     for row in evaluation.rows:
         table.add_row(
             Text(row.kv_format),
@@ -92,7 +102,9 @@ def format_table(evaluation: Evaluation) -> Table:
 
 
 class EvalProgress:
-    """The table as it fills, and what runs now: on standard error where that is a terminal, else nowhere.
+    """The table as it fills, and what runs now: on standard error where that is a terminal.
+
+    Elsewhere it is a line after the first window, where the others will take long.
 
     Args:
         windows: how many there will be.
@@ -117,15 +129,21 @@ class EvalProgress:
     def started(self, window: int, name: str) -> None:
         """Tell which pass over which window runs now."""
         done = 0 if self._latest is None else self._latest.windows
-        left = ""
-        if done:
-            left_s = (time.monotonic() - self._began_s) / done * (self._windows - done)
-            left = f", about {_duration(left_s)} left"
+        left = f", about {_duration(self._left_s())} left" if done else ""
         self._draw(f"window {window + 1:,} of {self._windows:,}, {name}{left}")
 
     def done(self, latest: Evaluation) -> None:
         """Tell what is known now."""
         self._latest = latest
+        if self._live is None and latest.windows == 1 and (left_s := self._left_s()) > _LONG_S:
+            print_note(
+                f"1 of {self._windows:,} windows is through, the others take about {_duration(left_s)}: --windows, "
+                "--window and --every make it less"
+            )
+
+    def _left_s(self) -> float:
+        done = 0 if self._latest is None else self._latest.windows
+        return (time.monotonic() - self._began_s) / max(1, done) * (self._windows - done)
 
     def _draw(self, status: str) -> None:
         if self._live is not None:

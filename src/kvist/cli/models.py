@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from kvist.cli.output import binary_size, table_console
+from kvist.cli.output import table_console
+from kvist.memory import binary_size
 
 
 def models(

@@ -49,7 +49,11 @@ WeightsFormatOption = Annotated[
 ]
 KVFormatOption = Annotated[
     str,
-    typer.Option(help=f"How keys and values are kept: {', '.join(KV_FORMATS)}, or k=int8,v=int4.", metavar="FORMAT"),
+    typer.Option(
+        help=f"How keys and values are kept: {', '.join(KV_FORMATS)}; each side apart, k=int8,v=int4; other formats "
+        "for single layers, int4/0-1:int8.",
+        metavar="FORMAT",
+    ),
 ]
 KVMemoryOption = Annotated[
     str | None,
@@ -72,7 +76,7 @@ def open_llm(model: str, *, weights_format: str, kv_format: str, kv_memory: str 
     LayerFormats.parse(kv_format)
     MemoryBudget.parse(kv_memory)
     if threads is not None:
-        check_threads("--threads", threads)
+        check_threads("threads", threads)
 
     prepare_to_compute()
     from kvist.cli.progress import progress_bar

@@ -9,6 +9,8 @@ from collections.abc import Generator, Iterable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from kvist.memory import binary_size
+
 if TYPE_CHECKING:
     from rich.console import Console as RichConsole
 
@@ -126,18 +128,6 @@ def print_note(message: str) -> None:
 def print_error(message: str) -> None:
     """One line on standard error, whatever the message holds."""
     print("error:", " ".join(message.split()), file=sys.stderr)
-
-
-def binary_size(num_bytes: int) -> str:
-    """A size for a person, in the units that `--kv-memory` takes: `640 bytes`, `1.5 MiB`."""
-    if num_bytes < 1024:
-        return f"{num_bytes} bytes"
-    size, unit = num_bytes / 1024, "KiB"
-    for larger in ("MiB", "GiB", "TiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{size:.1f} {unit}"
 
 
 def _rounded(speed: float | None) -> float | None:

@@ -74,6 +74,8 @@ def _made_aside(target: Path) -> Path:
         raise PermissionError
     aside = target.with_name(f".{target.name}.{os.getpid()}.partial")
     aside.open("wb").close()
+    if target.exists():
+        aside.chmod(target.stat().st_mode)  # who may read it stays as it was
     return aside
 
 

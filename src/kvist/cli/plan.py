@@ -14,11 +14,13 @@ from kvist.cli.output import print_note
 from kvist.config import WEIGHTS_FORMATS, EngineConfig, check_format
 from kvist.errors import OptionError
 from kvist.kv_format import LayerFormats
-from kvist.memory import MemoryBudget
+from kvist.memory import MemoryBudget, available_bytes, binary_size
 
 if TYPE_CHECKING:
     from kvist.cli.plan_figures import FormatFigures, Request
     from kvist.models.cache_shape import CacheShape
+
+DEFAULT_KV_FORMATS = ("fp32", "bf16", "int8", "k=int8,v=int4", "int4")
 
 # Far beyond every model and machine.
 _MOST = 2**40
@@ -43,7 +45,9 @@ def plan(
     kv_format: Annotated[
         list[str] | None,
         typer.Option(
-            help="How keys and values are kept; may be given several times.", metavar="FORMAT", show_default="all"
+            help="How keys and values are kept, as for kvist run (int4/0-1:int8 too); may be given several times.",
+            metavar="FORMAT",
+            show_default=" ".join(DEFAULT_KV_FORMATS),
         ),
     ] = None,
     kv_memory: options.KVMemoryOption = None,
@@ -59,11 +63,11 @@ def plan(
     sequences take at once while they grow. Nothing is fetched or loaded.
     """
     if context is not None:
-        check_integer("--context", context, 1, _MOST)
-    check_integer("--batch", batch, 1, _MOST)
-    check_integer("--max-step-tokens", max_step_tokens, 1, _MOST)
+        check_integer("context", context, 1, _MOST)
+    check_integer("batch", batch, 1, _MOST)
+    check_integer("max_step_tokens", max_step_tokens, 1, _MOST)
     check_format("weights_format", weights_format, WEIGHTS_FORMATS)
-    formats = [LayerFormats.parse(name) for name in kv_format or ()]
+    formats = [LayerFormats.parse(name) for name in kv_format or DEFAULT_KV_FORMATS]
     budget = MemoryBudget.parse(kv_memory)
     if model is not None and config is not None:
         raise OptionError("--model and --config name two models: give one of them")
@@ -74,10 +78,13 @@ def plan(
     context = context or shape.max_context
     if context is None:
         raise OptionError(f"{name} does not say how many tokens it takes: give --context N")
-    request = Request(context, batch, max_step_tokens, budget.resolve(), budget)
-    rows, refusals = figures(shape, formats, request)
-    for note in (*shape.notes, *refusals):
+    memory_bytes, notes = _memory_for(budget, weights_bytes)
+    request = Request(context, batch, max_step_tokens, memory_bytes, budget)
+    rows, refusals = figures(shape, formats, request, leave_out=not kv_format)
+    for note in (*shape.notes, *notes, *refusals):
         print_note(note)
+    if batch > request.max_sequences:
+        print_note(f"{request.max_sequences:,} sequences run at once: the others of {batch:,} wait")
     if shape.max_context is not None and context > shape.max_context:
         print_note(f"{name} takes {shape.max_context:,} tokens at most: the {context:,} are planned all the same")
     if as_json:
@@ -99,6 +106,18 @@ def _described(model: str, config: str | None, weights_format: str) -> tuple[str
     with errors_about(path):
         shape = cache_shape(raw)
         return name, shape, None if shape.config is None else weights_bytes(shape.config, weights_format)
+
+
+def _memory_for(budget: MemoryBudget, weights_bytes: int | None) -> tuple[int, tuple[str, ...]]:
+    """The bytes of a budget, and what is to be said of them. A share is of what is free once the weights are loaded."""
+    free = available_bytes()
+    left = free - (weights_bytes or 0)
+    if left > 0:
+        return budget.resolve(lambda: left), ()
+    excess = f"the weights alone ({binary_size(weights_bytes or 0)}) exceed what is free ({binary_size(free)})"
+    if budget.num_bytes is not None:
+        return budget.num_bytes, (excess,)
+    return 0, (f"{excess}: give --kv-memory SIZE to plan for a larger machine",)
 
 
 def _json(
@@ -134,6 +153,7 @@ def _json(
             "model": name,
             "model_type": shape.model_type,
             "max_context": shape.max_context,
+            "max_sequences": request.max_sequences,
             "num_heads": shape.num_heads,
             "num_kv_heads": shape.num_kv_heads,
             "variants": variants,

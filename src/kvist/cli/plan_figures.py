@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvist.cache.page_layout import PAGE_SLOTS
 from kvist.cache.plan import CachePlan
-from kvist.config import CacheConfig
+from kvist.config import CacheConfig, EngineConfig
 from kvist.errors import OptionError
 from kvist.kv_format import LayerFormats
 from kvist.models.cache_shape import CacheShape
@@ -17,7 +16,6 @@ from kvist.models.cache_shape import CacheShape
 if TYPE_CHECKING:
     from kvist.memory import MemoryBudget
 
-DEFAULT_FORMATS = tuple(LayerFormats.parse(name) for name in ("fp32", "bf16", "int8", "k=int8,v=int4", "int4"))
 REWIND_SLACK_TOKENS = CacheConfig.rewind_slack_tokens
 
 
@@ -29,7 +27,7 @@ class Request:
         context: tokens of each sequence.
         batch: how many sequences.
         max_step_tokens: the most tokens of a sequence in one step.
-        memory_bytes: what the cache may take.
+        memory_bytes: what the cache may take; 0 where the weights leave nothing.
         budget: the same, as it was said.
     """
 
@@ -38,6 +36,11 @@ class Request:
     max_step_tokens: int
     memory_bytes: int
     budget: MemoryBudget
+
+    @property
+    def max_sequences(self) -> int:
+        """How many sequences the engine runs at once, whatever memory there is."""
+        return min(EngineConfig.max_sequences, self.max_step_tokens)
 
 
 @dataclass(frozen=True)
@@ -63,14 +66,15 @@ class FormatFigures:
 
 
 def figures(
-    shape: CacheShape, formats: Sequence[LayerFormats], request: Request
+    shape: CacheShape, formats: Sequence[LayerFormats], request: Request, *, leave_out: bool
 ) -> tuple[tuple[FormatFigures, ...], tuple[str, ...]]:
     """The figures of each format, and what is to be said of the formats that were left out.
 
     Args:
         shape: what the cache must hold.
-        formats: those to plan; where there are none, `DEFAULT_FORMATS` as far as the head dim allows.
+        formats: those to plan.
         request: what is asked.
+        leave_out: the formats that the model does not allow, rather than raise.
 
     Raises:
         OptionError: a format cannot take the head dim or names a layer that is not there, or in none of them a sequence
@@ -78,22 +82,17 @@ def figures(
     """
     found: list[FormatFigures] = []
     refusals: list[OptionError] = []
-    for kv_format in {str(kv_format): kv_format for kv_format in formats or DEFAULT_FORMATS}.values():
+    for kv_format in {str(kv_format): kv_format for kv_format in formats}.values():
         try:
             found.append(_of_format(shape, kv_format, request))
         except OptionError as error:
-            if formats:
+            if not leave_out:
                 raise
             refusals.append(error)
     if not found:
         raise refusals[0]
-    least = min(found, key=lambda one: one.cache.least_bytes)
-    if least.cache.least_bytes > request.memory_bytes:
-        groups = len(least.cache.groups)
-        raise OptionError(
-            f"kv_memory is {request.memory_bytes:,} bytes: it must be at least {least.cache.least_bytes:,}, a page of "
-            f"{PAGE_SLOTS} tokens in {least.kv_format}" + (f" for each of {groups} layer groups" if groups > 1 else "")
-        )
+    if request.memory_bytes:
+        min((one.cache for one in found), key=lambda cache: cache.least_bytes).check_budget(request.memory_bytes)
     return tuple(found), tuple(map(str, refusals))
 
 

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from kvist.cli.output import binary_size, table_console
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kvist.cli.output import table_console
 from kvist.cli.plan_figures import REWIND_SLACK_TOKENS
+from kvist.memory import binary_size
 from kvist.models.cache_shape import attention_kind
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from kvist.cli.plan_figures import FormatFigures, Request
     from kvist.models.cache_shape import CacheShape
 
-# Columns that all of a usual plan fits into, bars included.
-_WIDE = 80
+_BAR = ""  # the heading of the bars
 _BAR_COLUMNS = 12
 _EIGHTHS = " ▏▎▍▌▋▊▉"
+
+# Marks of figures that the memory allows and something else does not.
+_TOO_LONG, _TOO_MANY = "*", "†"
+
+_UNBOUNDED = 10_000
+
+Cell = str | Text
 
 
 def print_plan(
@@ -30,10 +39,7 @@ def print_plan(
     weights_bytes: int | None,
 ) -> None:
     """Print a plan on standard output: the model, what fits, layer groups where there are several, other KV heads."""
-    from rich.text import Text
-
     console = table_console()
-    wide = console.width >= _WIDE
 
     def line(text: str, style: str = "") -> None:
         console.print(Text(text, style=style))
@@ -41,16 +47,18 @@ def print_plan(
     line(_model(name, shape))
     if weights_bytes is not None:
         line(f"weights: {binary_size(weights_bytes)} in {weights_format}, beside the cache")
-    line(f"cache: at most {binary_size(request.memory_bytes)}{_share(request)} (--kv-memory)")
+    line(f"cache: at most {binary_size(request.memory_bytes)}{_share(request, weights_bytes)} (--kv-memory)")
     console.print()
     line(_sequences(request), "bold")
-    console.print(_cost_table(request, rows, wide))
+    _print_table(console, *_costs(shape, request, rows))
+    for excess in _excesses(shape, request, rows):
+        line(excess, "dim")
     console.print()
     line(_verdict(request, rows), "bold")
     if len(rows[0].cache.groups) > 1:
         console.print()
         line("by layer group", "bold")
-        console.print(_group_table(request, rows, wide))
+        _print_table(console, *_groups(request, rows))
     for group in rows[0].cache.groups:
         if group.rules.most_live is not None:
             line(
@@ -60,14 +68,15 @@ def print_plan(
             )
     console.print()
     line(f"with other KV heads for {_count(shape.num_heads, 'query head')}", "bold")
-    console.print(_variant_table(shape, rows, wide))
+    _print_table(console, *_variants(shape, rows))
 
 
 def _model(name: str, shape: CacheShape) -> str:
     kind = attention_kind(shape.num_heads, shape.num_kv_heads)
+    context = "" if shape.max_context is None else f", context {shape.max_context:,}"
     return (
         f"{name}: {_count(len(shape.layers), 'layer')}, {_count(shape.num_heads, 'query head')} over "
-        f"{_count(shape.num_kv_heads, 'KV head')} of {shape.layers[0].head_dim:,} dims ({kind})"
+        f"{_count(shape.num_kv_heads, 'KV head')} of {shape.layers[0].head_dim:,} dims ({kind}){context}"
     )
 
 
@@ -75,9 +84,10 @@ def _count(number: int, thing: str) -> str:
     return f"{number:,} {thing}{'s' * (number != 1)}"
 
 
-def _share(request: Request) -> str:
+def _share(request: Request, weights_bytes: int | None) -> str:
     share = request.budget.share
-    return "" if share is None else f", {share:.0%} of what is free"
+    beside = "" if weights_bytes is None else " beside the weights"
+    return "" if share is None else f", {share:.0%} of what is free{beside}"
 
 
 def _sequences(request: Request) -> str:
@@ -85,29 +95,39 @@ def _sequences(request: Request) -> str:
     return one if request.batch == 1 else f"{request.batch:,} sequences of {request.context:,} tokens each"
 
 
-def _cost_table(request: Request, rows: Sequence[FormatFigures], wide: bool) -> Table:
-    from rich.text import Text
-
-    table = _table("kv_format", "bytes per\ntoken", "cache", wide=wide)
-    if wide:
-        table.add_column()
+def _costs(shape: CacheShape, request: Request, rows: Sequence[FormatFigures]) -> tuple[list[str], list[list[Cell]]]:
     each = "" if request.batch == 1 else "in each\n"
-    for heading in ("of the\nbudget", f"tokens\n{each}that fit", "sequences\nthat fit"):
-        _add_column(table, heading, wide)
+    headings = ["kv_format", "bytes per\ntoken", "cache", _BAR, "of the\nbudget"]
     largest = max(row.kv_bytes for row in rows)
+    lines: list[list[Cell]] = []
     for row in rows:
         fits = row.kv_bytes <= request.memory_bytes
-        bar = Text(_bar(row.kv_bytes, largest), style="green" if fits else "red")
-        table.add_row(
+        lines.append([
             row.kv_format,
             f"{row.cache.bytes_per_token:,}",
             binary_size(row.kv_bytes),
-            *([bar] if wide else []),
+            Text(_bar(row.kv_bytes, largest), style="green" if fits else "red"),
             _percent(row.kv_bytes, request.memory_bytes),
-            "no end" if row.tokens_that_fit is None else f"{row.tokens_that_fit:,}",
-            f"{row.sequences_that_fit:,}",
-        )
-    return table
+            _tokens_that_fit(row) + _TOO_LONG * _exceeds_context(shape, row),
+            f"{row.sequences_that_fit:,}" + _TOO_MANY * (row.sequences_that_fit > request.max_sequences),
+        ])  # fmt: skip
+    return [*headings, f"tokens\n{each}that fit", "sequences\nthat fit"], lines
+
+
+def _tokens_that_fit(row: FormatFigures) -> str:
+    return "no end" if row.tokens_that_fit is None else f"{row.tokens_that_fit:,}"
+
+
+def _exceeds_context(shape: CacheShape, row: FormatFigures) -> bool:
+    return shape.max_context is not None and (row.tokens_that_fit is None or row.tokens_that_fit > shape.max_context)
+
+
+def _excesses(shape: CacheShape, request: Request, rows: Sequence[FormatFigures]) -> Iterator[str]:
+    """What the marks in the table mean."""
+    if any(_exceeds_context(shape, row) for row in rows):
+        yield f"{_TOO_LONG} the model takes {shape.max_context:,} tokens at most"
+    if any(row.sequences_that_fit > request.max_sequences for row in rows):
+        yield f"{_TOO_MANY} {_count(request.max_sequences, 'sequence')} at once: the others wait"
 
 
 def _verdict(request: Request, rows: Sequence[FormatFigures]) -> str:
@@ -120,42 +140,52 @@ def _verdict(request: Request, rows: Sequence[FormatFigures]) -> str:
     return f"{it_fits} in none of these formats: {smallest.kv_format} lacks {lacking}."
 
 
-def _group_table(request: Request, rows: Sequence[FormatFigures], wide: bool) -> Table:
-    headings = []
+def _groups(request: Request, rows: Sequence[FormatFigures]) -> tuple[list[str], list[list[Cell]]]:
+    headings = ["kv_format"]
     for group in rows[0].cache.groups:
         sees = "all tokens" if group.layers.window is None else f"window of {group.layers.window:,}"
-        headings.append(f"{sees}\n{_count(len(group.layers.layers), 'layer')}")
-    table = _table("kv_format", *headings, "together", wide=wide)
+        headings.append(f"{sees},\n{_count(len(group.layers.layers), 'layer')}")
+    lines: list[list[Cell]] = []
     for row in rows:
         sizes = [request.batch * group.bytes_for(request.context) for group in row.cache.groups]
-        table.add_row(row.kv_format, *map(binary_size, (*sizes, row.kv_bytes)))
-    return table
+        lines.append([row.kv_format, *map(binary_size, (*sizes, row.kv_bytes))])
+    return [*headings, "together"], lines
 
 
-def _variant_table(shape: CacheShape, rows: Sequence[FormatFigures], wide: bool) -> Table:
-    headings = []
+def _variants(shape: CacheShape, rows: Sequence[FormatFigures]) -> tuple[list[str], list[list[Cell]]]:
+    headings = ["kv_format"]
     for num_kv_heads in shape.head_variants():
         own = "\nas it is" if num_kv_heads == shape.num_kv_heads else ""
         headings.append(f"{attention_kind(shape.num_heads, num_kv_heads)} {num_kv_heads:,}{own}")
-    table = _table("kv_format", *headings, wide=wide)
+    return headings, [[row.kv_format, *map(binary_size, row.variants)] for row in rows]
+
+
+def _print_table(console: Console, headings: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
+    """Print a table: where it is too wide without its bars, and where it is still too wide as a block for each row."""
+    plain = [index for index, heading in enumerate(headings) if heading != _BAR]
+    for columns in (list(range(len(headings))), plain):
+        table = _table([headings[i] for i in columns], [[row[i] for i in columns] for row in rows])
+        if table.__rich_measure__(console, console.options.update(width=_UNBOUNDED)).maximum <= console.width:
+            console.print(table)
+            return
     for row in rows:
-        table.add_row(row.kv_format, *map(binary_size, row.variants))
-    return table
+        console.print(row[0])
+        block = Table(box=None, pad_edge=False, show_header=False)
+        block.add_column(style="dim")
+        block.add_column(justify="right", no_wrap=True)
+        for index in plain[1:]:
+            block.add_row("  " + headings[index].replace("\n", " "), row[index])
+        console.print(block)
 
 
-def _table(first: str, *others: str, wide: bool) -> Table:
-    from rich.table import Table
-
+def _table(headings: Sequence[str], rows: Sequence[Sequence[Cell]]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column(first, overflow="fold", vertical="bottom")
-    for heading in others:
-        _add_column(table, heading, wide)
+    for index, heading in enumerate(headings):
+        left = index == 0 or heading == _BAR
+        table.add_column(heading, justify="left" if left else "right", no_wrap=True, vertical="bottom")
+    for row in rows:
+        table.add_row(*row)
     return table
-
-
-def _add_column(table: Table, heading: str, wide: bool) -> None:
-    """A column of numbers. A narrow screen gets them on two lines rather than cut."""
-    table.add_column(heading, justify="right", no_wrap=wide, overflow="fold", vertical="bottom")
 
 
 def _bar(size: int, largest: int) -> str:
@@ -165,6 +195,8 @@ def _bar(size: int, largest: int) -> str:
 
 
 def _percent(size: int, budget: int) -> str:
+    if budget == 0:
+        return "-"
     percent = 100 * size / budget
     if percent < 1:
         return "< 1%"

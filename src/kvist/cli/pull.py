@@ -6,8 +6,9 @@ from typing import Annotated
 
 import typer
 
-from kvist.cli.output import binary_size, print_note
+from kvist.cli.output import print_note
 from kvist.cli.progress import progress_bar
+from kvist.memory import binary_size
 
 
 def pull(

@@ -41,6 +41,14 @@ def read_all() -> str:
         return sys.stdin.read().removesuffix("\n")
 
 
+def read_bytes() -> bytes:
+    """Standard input as it is."""
+    if is_typed():
+        print_note("type the text and end it with Ctrl-D on a line of its own")
+    with _reading_errors():
+        return sys.stdin.buffer.read()
+
+
 def typed_lines(sign: str) -> Iterator[str]:
     """Lines of a terminal, each asked for with an empty line and `sign`, until Ctrl-D."""
     with contextlib.suppress(ImportError):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from types import TracebackType
 
 from kvist.engine.engine import Engine
+from kvist.engine.one_user import OneUser
 from kvist.engine.sequence import Sequence
 from kvist.errors import StateError
 from kvist.results import TextDelta
@@ -28,32 +28,31 @@ class DeltaStream(Iterator[TextDelta]):
     def __init__(
         self, engine: Engine, sequence: Sequence, on_end: Callable[[Sequence, int], None] | None = None
     ) -> None:
+        self._over = False  # first: a stream that is interrupted here is dropped, and asks
         self._engine = engine
         self._sequence = sequence
         self._on_end = on_end
         self._num_tokens = 0
-        self._over = False
         self._ended_because: str | None = None
-        self._busy = threading.Lock()
+        self._one_reader = OneUser(
+            "another thread is reading this stream: it has one reader, and is closed between two pieces"
+        )
 
     def __next__(self) -> TextDelta:
         if self._ended_because is not None:
             raise StateError(self._ended_because)
         if self._over:
             raise StopIteration
-        if not self._busy.acquire(blocking=False):
-            raise StateError("another thread is reading this stream: a stream has one reader")
-        try:
-            delta = self._engine.next_delta(self._sequence, self._num_tokens)
-            self._num_tokens += len(delta.token_ids)
-            if delta.completion is not None:
-                self._end()
-            return delta
-        except BaseException as error:
-            self._end(failed=isinstance(error, Exception))  # an interrupt is no failure
-            raise
-        finally:
-            self._busy.release()
+        with self._one_reader:
+            try:
+                delta = self._engine.next_delta(self._sequence, self._num_tokens)
+                self._num_tokens += len(delta.token_ids)
+                if delta.completion is not None:
+                    self._end()
+                return delta
+            except BaseException as error:
+                self._end(failed=isinstance(error, Exception))  # an interrupt is no failure
+                raise
 
     def close(self, because: str | None = None) -> None:
         """Give the rest up.
@@ -64,14 +63,10 @@ class DeltaStream(Iterator[TextDelta]):
         Raises:
             StateError: another thread is reading.
         """
-        if not self._busy.acquire(blocking=False):
-            raise StateError("another thread is reading this stream: it can be closed between two pieces")
-        try:
+        with self._one_reader:
             if not self._over:
                 self._ended_because = because
             self._end()
-        finally:
-            self._busy.release()
 
     def _end(self, *, failed: bool = False) -> None:
         if self._over:

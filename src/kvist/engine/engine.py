@@ -17,6 +17,7 @@ from kvist.engine.sampler import Drawn, SamplingState, sample
 from kvist.engine.scheduler import Scheduler
 from kvist.engine.sequence import Request, Room, Sequence
 from kvist.engine.text import Decode, GeneratedText
+from kvist.engine.uninterrupted import uninterrupted
 from kvist.errors import ContextFullError, KvistError, OptionError, PromptError, StateError
 from kvist.models.step_inputs import StepInputs
 from kvist.results import Completion, TextDelta
@@ -63,23 +64,28 @@ class Engine:
 
         An error ends the sequences concerned and is raised where they are waited for, not here.
         """
-        plan = self._scheduler.plan()
-        for refusal in plan.refusals:
-            self._fail(refusal.sequence, refusal.error)
+        with uninterrupted():
+            plan = self._scheduler.plan()
+            for refusal in plan.refusals:
+                self._fail(refusal.sequence, refusal.error)
         if not plan.chunks:
             return
         try:
             with torch.inference_mode():
-                inputs = step_inputs(plan, self.cache)
+                with uninterrupted():
+                    inputs = step_inputs(plan, self.cache)
                 logits = self._decoder(inputs)
-                self.cache.commit(inputs.cache)
+                with uninterrupted():
+                    self.cache.commit(inputs.cache)
                 outcomes = sample(logits, [sequence.sampling for sequence in plan.sampling])
         except Exception as error:
-            for chunk in plan.chunks:
-                self._fail(chunk.sequence, error)
+            with uninterrupted():
+                for chunk in plan.chunks:
+                    self._fail(chunk.sequence, error)
             return
-        for sequence, outcome in zip(plan.sampling, outcomes, strict=True):
-            self._take(sequence, outcome)
+        with uninterrupted():
+            for sequence, outcome in zip(plan.sampling, outcomes, strict=True):
+                self._take(sequence, outcome)
 
     def submit(self, requests: list[Request]) -> list[Sequence]:
         """Let requests wait for their start: all of them, or none where one cannot be run.
@@ -99,7 +105,7 @@ class Engine:
                 raise type(error)(f"prompt {number} of {len(requests)}: {error}") from None
         sequences: list[Sequence] = []
         try:
-            with self._exclusive():
+            with self._exclusive(), uninterrupted():
                 self._check_open()
                 for request in requests:
                     sequences.append(self._sequence(request))
@@ -115,8 +121,10 @@ class Engine:
 
         Raises what `submit` raises, or the error of a sequence that fails; the others are then given up.
         """
-        sequences = self.submit(requests)
+        sequences: list[Sequence] = []
         try:
+            with uninterrupted():  # so that none is submitted that nobody gives up
+                sequences += self.submit(requests)
             while True:
                 with self._exclusive():
                     _raise_errors(sequences)
@@ -147,8 +155,9 @@ class Engine:
         """A room for a session, which holds nothing yet."""
         with self._exclusive():
             self._check_open()
-            room = Room(self.cache.open(), kept=True)
-            self._session_rooms.add(room)
+            with uninterrupted():
+                room = Room(self.cache.open(), kept=True)
+                self._session_rooms.add(room)
             return room
 
     def close_room(self, room: Room) -> None:
@@ -163,7 +172,7 @@ class Engine:
 
     def close(self) -> None:
         """Give up all sequences and all memory of the cache. The engine cannot be used after it."""
-        with self._exclusive():
+        with self._exclusive(), uninterrupted():
             self._closed = True
             for sequence in self._scheduler.sequences:
                 self._fail(sequence, StateError("the LLM was closed while this text was generated"))
@@ -193,8 +202,10 @@ class Engine:
                 self._lock.release()
 
     def _do_chores(self) -> None:
-        while self._chores:
-            self._chores.popleft()()
+        if self._chores:
+            with uninterrupted():
+                while self._chores:
+                    self._chores.popleft()()
 
     def _sequence(self, request: Request) -> Sequence:
         params = request.params

@@ -6,6 +6,8 @@ import threading
 from collections import deque
 from types import TracebackType
 
+from kvist.engine.uninterrupted import uninterrupted
+
 
 class FairLock:
     """Mutual exclusion, first come, first served.
@@ -42,19 +44,18 @@ class FairLock:
 
     def try_acquire(self) -> bool:
         """Take the lock if that needs no waiting at all, so that it is safe in a finalizer too."""
-        if not self._mutex.acquire(blocking=False):
-            return False
-        try:
-            if self._owner is not None:
+        with uninterrupted():
+            if not self._mutex.acquire(blocking=False):
                 return False
-            self._owner = threading.get_ident()
-            return True
-        finally:
+            is_free = self._owner is None
+            if is_free:
+                self._owner = threading.get_ident()
             self._mutex.release()
+            return is_free
 
     def release(self) -> None:
         """Hand the lock to the thread that waits longest."""
-        with self._mutex:
+        with uninterrupted(), self._mutex:
             if self._waiters:
                 self._owner, gate = self._waiters.popleft()
                 gate.release()

@@ -7,6 +7,7 @@ from kvist.config import EngineConfig
 from kvist.engine.sequence import Sequence
 from kvist.engine.step_plan import Chunk, Refusal, StepPlan
 from kvist.errors import CacheFullError
+from kvist.memory import binary_size
 
 
 class Scheduler:
@@ -117,18 +118,15 @@ class Scheduler:
     def _held_by_sessions(self, sequence: Sequence) -> CacheFullError:
         cache = self._cache
         held = cache.used_bytes - cache.sequence_bytes(sequence.room.sequence_id)
+        left = cache.config.memory_bytes - held
         return CacheFullError(
-            f"the request needs room for {self._size(sequence.room_tokens)}, but open sessions hold {_size(held)} of "
-            f"the cache and leave {_size(cache.config.memory_bytes - held)}: close or reset a session, shorten the "
+            f"the request needs room for {self._size(sequence.room_tokens)}, but open sessions hold "
+            f"{binary_size(held)} of the cache and leave {binary_size(left)}: close or reset a session, shorten the "
             "prompt, lower max_tokens or raise kv_memory"
         )
 
     def _size(self, num_tokens: int) -> str:
-        return f"{num_tokens:,} tokens ({_size(self._cache.bytes_for(num_tokens))})"
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:,.1f} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:.1f} KiB"
+        return f"{num_tokens:,} tokens ({binary_size(self._cache.bytes_for(num_tokens))})"
 
 
 def common_prefix(left: list[int], right: list[int]) -> int:

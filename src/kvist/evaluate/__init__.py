@@ -1,1 +1,1 @@
-"""How much the cache's format changes what a model predicts: divergence from an exact cache, and perplexity."""
+"""How much the cache's format changes what a model predicts: divergence from the reference, agreement, perplexity."""

@@ -86,8 +86,19 @@ def percentile(values: torch.Tensor, fraction: float) -> float:
 
 
 def perplexity(surprisal: torch.Tensor) -> float:
-    """Of a text: e to the mean surprisal of its tokens. Among how many tokens the model is undecided, in a way."""
-    return torch.tensor(mean(surprisal), dtype=torch.float64).exp().item()
+    """Of a text: e to the mean surprisal of its tokens. Among how many tokens the model is undecided, in a way.
+
+    Raises:
+        NumericsError: it is no finite number, as no model's is that was trained.
+    """
+    mean_nats = mean(surprisal)
+    try:
+        return math.exp(mean_nats)
+    except OverflowError:
+        raise NumericsError(
+            f"the text surprises the model by {mean_nats:,.0f} nats per token, too much for a perplexity: its weights "
+            "are damaged: fetch the model again, or evaluate another model"
+        ) from None
 
 
 def _surprisal(log_probabilities: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -38,7 +38,7 @@ class EvalConfig:
         check_format("compute", self.compute, WEIGHTS_FORMATS)
         check_integer("window", self.window, LEAST_WINDOW)
         check_integer("windows", self.windows, 1)
-        check_integer("every", self.every, 1)
+        check_integer("every", self.every, 1, self.window, note=", the window")
         if not self.formats:
             raise OptionError("there is no kv_format to evaluate: name one, like int8")
         names = list(map(str, self.formats))

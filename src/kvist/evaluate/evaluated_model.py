@@ -6,7 +6,9 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvist.config import CacheConfig
 from kvist.evaluate.eval_config import EvalConfig
+from kvist.evaluate.evaluation import EXACT, check_window
 from kvist.kernels.key_statics import KeyStatics
 from kvist.loading import LoadedModel, load
 from kvist.loading.progress import Progress, no_progress
@@ -30,13 +32,16 @@ class EvaluatedModel:
     ) -> EvaluatedModel:
         """Load a model; `model`, `progress` and what is raised are those of `kvist.loading.load`.
 
+        What the caches would refuse is refused here, before the model is loaded again or statics are computed.
+
         Raises:
-            OptionError: a format names layers that the model does not have.
+            OptionError: the model's layers cannot take a format.
+            CacheFullError: the machine lacks the memory for the cache of a window.
         """
         progress = progress or no_progress
         reference = load(model, "fp32", progress=progress)
-        for kv_format in config.formats:
-            kv_format.of(reference.config.num_layers)
+        for kv_format in (*config.formats, EXACT):
+            check_window(reference.config.layers, kv_format, config.window, CacheConfig.max_step_tokens)
         tested = reference if config.compute == "fp32" else load(model, config.compute, progress=progress)
         return cls(reference, tested)
 

@@ -17,13 +17,13 @@ import torch
 
 from kvist.cache.kv_cache import KVCache, Span
 from kvist.cache.plan import CachePlan
-from kvist.config import CacheConfig
+from kvist.config import CacheConfig, LayerConfig
 from kvist.errors import CacheFullError
 from kvist.evaluate.divergence import Predictions, ReferenceBlock, block_rows, mean, percentile, perplexity
 from kvist.evaluate.eval_config import EvalConfig
 from kvist.kernels.key_statics import KeyStatics
 from kvist.kv_format import KVFormat, LayerFormats
-from kvist.memory import available_bytes
+from kvist.memory import available_bytes, binary_size
 from kvist.models.decoder import Decoder
 from kvist.models.step_inputs import StepInputs
 
@@ -101,7 +101,7 @@ def evaluate(
         tested: the same model in what the formats are tested with, on the same device.
         windows: token ids, as `text_windows` gives them.
         config: what is evaluated.
-        key_statics: of each layer of `tested`; None where no format quantises keys.
+        key_statics: of each layer of `tested`; needed where a format quantises keys.
         max_step_tokens: the most tokens computed in one step.
         started: told the window, from 0, and the format whose pass over it begins; `reference` for the reference.
 
@@ -112,10 +112,10 @@ def evaluate(
     """
     device = reference.embed_tokens.weight.device
     rows = torch.arange(0, config.window - 1, config.every, device=device)
-    caches = {}
-    for kv_format in config.formats:
-        statics = key_statics if kv_format.quantised_keys else None
-        caches[str(kv_format)] = _cache(tested, kv_format, config.window, max_step_tokens, statics)
+    caches = {
+        str(kv_format): _cache(tested, kv_format, config.window, max_step_tokens, key_statics)
+        for kv_format in config.formats
+    }
     exact = _cache(reference, EXACT, config.window, max_step_tokens)
     found: dict[str, list[Predictions]] = {name: [] for name in caches}
     surprisal: list[torch.Tensor] = []
@@ -144,6 +144,22 @@ def evaluate(
         )
 
 
+def check_window(layers: Sequence[LayerConfig], kv_format: LayerFormats, num_tokens: int, max_step_tokens: int) -> int:
+    """The bytes of a window of so many tokens in a cache; raises where there can be no such cache.
+
+    Raises:
+        OptionError: the layers cannot take the format.
+        CacheFullError: the machine lacks the memory.
+    """
+    needed, available = CachePlan(layers, kv_format, 0, max_step_tokens).bytes_for(num_tokens), available_bytes()
+    if needed > available:
+        raise CacheFullError(
+            f"a window of {num_tokens:,} tokens takes {binary_size(needed)} in {kv_format}, and "
+            f"{binary_size(available)} are free: take a shorter window"
+        )
+    return needed
+
+
 def _cache(
     decoder: Decoder,
     kv_format: LayerFormats,
@@ -152,13 +168,8 @@ def _cache(
     statics: Sequence[KeyStatics] | None = None,
 ) -> KVCache:
     """A cache that takes a window and no more. Memory stands behind it only while a sequence has pages."""
-    layers, available = decoder.config.layers, available_bytes()
-    needed = CachePlan(layers, kv_format, 0, max_step_tokens).bytes_for(num_tokens)
-    if needed > available:
-        raise CacheFullError(
-            f"a window of {num_tokens:,} tokens takes {needed:,} bytes in {kv_format}, and {available:,} are free: "
-            "take a shorter window"
-        )
+    layers = decoder.config.layers
+    needed = check_window(layers, kv_format, num_tokens, max_step_tokens)
     config = CacheConfig(kv_format, needed, 0, max_step_tokens)
     return KVCache(layers, config, decoder.embed_tokens.weight.device, key_statics=statics)
 

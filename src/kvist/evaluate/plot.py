@@ -24,7 +24,7 @@ def check_plot(path: Path) -> str:
     """
     kind = path.suffix.removeprefix(".").lower()
     if kind not in _KINDS:
-        raise OptionError(f"the plot {path} must end in .png, .svg or .pdf: {did_you_mean(kind, _KINDS)}")
+        raise OptionError(f"the plot {path} has no known ending: {did_you_mean(kind, _KINDS)}")
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:

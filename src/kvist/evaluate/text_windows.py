@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvist.config import ModelConfig
@@ -15,14 +15,16 @@ from kvist.loading.tokenizer import Tokenizer
 
 # So many tokens in a row are the same only where the text is.
 _PASSAGE_TOKENS = 32
+# Of a text that is tokenized as a whole: a book has one or two.
+_MOST_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class EvaluationText:
-    """A text from a file.
+    """A text.
 
     Attributes:
-        name: of the file, without its folder.
+        name: of its file, without its folder.
         sha256: of its bytes.
         text: what it says.
     """
@@ -40,20 +42,32 @@ class EvaluationText:
         """
         path = Path(path)
         try:
-            data = path.read_bytes()
+            with path.open("rb") as file:
+                data = file.read(_MOST_BYTES + 1)
         except OSError as error:
             raise PromptError(f"the text {path} cannot be read: {error.strerror or error}") from None
+        if len(data) > _MOST_BYTES:
+            raise PromptError(f"the text {path} is larger than {_MOST_BYTES >> 20} MiB: give a part of it")
+        return replace(cls.of(data, f"the text {path}"), name=path.name)
+
+    @classmethod
+    def of(cls, data: bytes, name: str) -> EvaluationText:
+        """The text of a file's bytes.
+
+        Raises:
+            PromptError: it is empty, or no text in UTF-8.
+        """
         try:
             text = data.decode("utf-8-sig")
         except UnicodeDecodeError:
             raise PromptError(
-                f"{path} is not a text in UTF-8: give a text file, or convert it first, for instance with iconv"
+                f"{name} is not a text in UTF-8: give a text file, or convert it first, for instance with iconv"
             ) from None
         if "\0" in text:
-            raise PromptError(f"{path} holds zero bytes, as no text does: give a text file in UTF-8")
+            raise PromptError(f"{name} holds zero bytes, as no text does: give a text file in UTF-8")
         if not text.strip():
-            raise PromptError(f"the text {path} is empty: give one of some thousand words")
-        return cls(path.name, hashlib.sha256(data).hexdigest(), text)
+            raise PromptError(f"{name} is empty: give one of some thousand words")
+        return cls(name, hashlib.sha256(data).hexdigest(), text)
 
 
 def text_windows(tokenizer: Tokenizer, model: ModelConfig, text: str, config: EvalConfig) -> list[list[int]]:

@@ -12,7 +12,7 @@ R M R^T, and not measured again there.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -72,6 +72,10 @@ class KeyStatics:
     scale: torch.Tensor
     feedback: torch.Tensor
     frequencies: torch.Tensor
+
+    def to(self, device: torch.device) -> KeyStatics:
+        """The same values on a device."""
+        return KeyStatics(*(getattr(self, field.name).to(device) for field in fields(self)))
 
 
 class PageTurns:

@@ -1,7 +1,10 @@
-"""Plain PyTorch twins of the kernels: the oracle of the tests, and the path where no faster one fits."""
+"""Plain twins of the kernels: the oracle of the tests, and the path where no faster one fits."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 
 
@@ -44,3 +47,26 @@ def attention(
     scores = scores.masked_fill(~visible(num_queries, num_keys, window, q.device), float("-inf"))
     mixed = torch.einsum("kgtl,kld->tkgd", scores.softmax(dim=-1), v.float())
     return mixed.reshape(num_queries, num_heads, head_dim).to(q.dtype)
+
+
+def fed_back_codes(
+    values: Sequence[np.float32], step: np.float32, floor: np.float32, feedback: Sequence[Sequence[np.float32]]
+) -> list[int]:
+    """The int4 codes of one group of one vector, rounded from its last dim to its first.
+
+    What is lost in a dim, between its value and `floor + code * step`, moves the targets of the dims before it. Each
+    operation rounds to float32 by itself.
+
+    Args:
+        values: of the group's dims.
+        step, floor: of the group.
+        feedback: by the dim that was rounded, then by the dim that it moves.
+    """
+    inverse = np.float32(1) / step if step > 0 else np.float32(0)
+    targets, codes = list(values), [0] * len(values)
+    for dim in reversed(range(len(values))):
+        codes[dim] = int(min(max(np.rint((targets[dim] - floor) * inverse), 0), 15))
+        error = floor + np.float32(codes[dim]) * step - values[dim]
+        for moved in range(dim):
+            targets[moved] -= feedback[dim][moved] * error
+    return codes

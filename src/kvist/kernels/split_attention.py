@@ -39,7 +39,7 @@ _LEAST_SCORE = torch.finfo(torch.float32).min
 
 ReadSplits = Callable[[int, int], tuple[torch.Tensor, torch.Tensor]]
 """Keys and values of positions `start` to `stop` (exclusive), `[K, stop - start, D]` float32 each, both multiples of
-`SPLIT`. They are finite where no query sees them: zeros beyond the sequence's end."""
+`SPLIT`. They are zeros beyond the sequence's end."""
 
 
 def attention(
@@ -59,7 +59,8 @@ def attention(
 
     Args:
         q: `[T, H, D]`, queries of the positions from `first_position` on.
-        read: gives keys and values, those of these tokens included.
+        read: gives keys and values, those of these tokens included. A key or value that is infinite or no number makes
+            the queries that see it NaN.
         first_position: of the first query.
         num_kv_heads: `K`, a divisor of `H`.
         scale: multiplies the scores.
@@ -136,7 +137,7 @@ class _Merged:
         """
         tops = scores.amax(-1, keepdim=True).clamp_(min=_LEAST_SCORE)
         weights = scores.sub_(tops).exp_()
-        totals, mixes = weights.sum(-1, keepdim=True), _products(weights, v)
+        totals, mixes = weights.sum(-1, keepdim=True), _mixes(weights, v)
         top, total, mixed = self._top[:, tiles], self._total[:, tiles], self._mixed[:, tiles]
         for split in range(scores.shape[1]):
             highest = torch.maximum(top, tops[:, split])
@@ -166,6 +167,19 @@ def _hidden(tiles: range, positions: range, window: int | None, device: torch.de
     key = torch.arange(positions.start, positions.stop, device=device).view(-1, 1, 1, 1, SPLIT)
     hidden = key > query
     return hidden if window is None else hidden | (key <= query - window)
+
+
+def _mixes(weights: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Weighted sums of values. One that is infinite or no number makes those NaN that see it, and no others.
+
+    Zero times such a value is no number either, and in a step of several tokens some see a value that others do not.
+    """
+    broken = v.isfinite().all(-1).logical_not_()
+    if not broken.any():
+        return _products(weights, v)
+    mixes = _products(weights, v.masked_fill(broken.unsqueeze(-1), 0))
+    seen = ((weights > 0) & broken[:, :, None, None]).any(-1, keepdim=True)
+    return mixes.masked_fill_(seen, torch.nan)
 
 
 def _products(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
     models/     demo models, one file each
     prepared/   what was costly to make from a GGUF file, one folder per file and weights_format
-    statics/    the static values of quantised keys, one file per model and weights_format
+    statics/    the statics of quantised keys, one file per model and weights_format
+    hashes/     the hashes of models' files, one file per model
 
 Whatever is being made lies beside its target under a name that ends in `.partial`, under a lock; so a `.partial` that
 is found while holding the lock was left by a process that died, and is removed.

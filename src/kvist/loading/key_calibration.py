@@ -1,4 +1,4 @@
-"""The static values of a model's quantised keys, from one run over a text.
+"""The statics of a model's quantised keys, from one run over a text.
 
 The text is `calibration_text.txt`: the beginning of Shakespeare's Coriolanus, in the public domain. A tokenizer of 4
 characters a token needs half of it, so that those with longer tokens find a whole window in it too.
@@ -57,7 +57,7 @@ def calibration_ids(tokenizer: Tokenizer, config: ModelConfig) -> list[int]:
     token_ids = tokenizer.encode(_text())[: min(_WINDOW_TOKENS, config.max_context)]
     if len(token_ids) < _LEAST_TOKENS:
         raise OptionError(
-            f"quantised keys need static values from {_LEAST_TOKENS} tokens of text at least, and this model takes "
+            f"quantised keys need statics from {_LEAST_TOKENS} tokens of text at least, and this model takes "
             f"{len(token_ids)}: choose bf16 or fp32 for the keys"
         )
     if max(token_ids) >= config.vocab_size:
@@ -69,7 +69,7 @@ def calibration_ids(tokenizer: Tokenizer, config: ModelConfig) -> list[int]:
 
 
 def calibrate(decoder: Decoder, token_ids: list[int], progress: Progress) -> tuple[KeyStatics, ...]:
-    """The static values of every layer, from one run over a text in the weights' dtype.
+    """The statics of every layer, from one run over a text in the weights' dtype.
 
     Besides the weights this takes the memory of one step over all of the text, and float64 copies of one layer's
     queries and keys.
@@ -184,8 +184,8 @@ def _layer_statics(
     received = received_attention(q, k, scale=attention.scale, window=attention.window)
     if not all(x.isfinite().all() for x in (q, k, received)):
         raise NumericsError(
-            f"the model's keys or queries in layer {layer} are not numbers (NaN or infinite): "
-            "try weights_format='fp32', or fetch its files again"
+            f"the model's keys or queries in layer {layer} are not numbers (NaN or infinite) or have products that are "
+            "not: try weights_format='fp32', or fetch its files again"
         )
     moments = key_moments(q, k, received, frequencies)
     return key_statics(moments, frequencies, feedback_dims(attention.head_dim), horizon=horizon)

@@ -71,6 +71,8 @@ class LoadedModel:
         from kvist.loading.statics_file import kept_statics
 
         progress = progress or no_progress
+        # The tokenizer decides which tokens the text is, and is no part of the name: what is fitted to other tokens of
+        # the same text serves the same weights.
         return kept_statics(
             f"{self.fingerprint(progress=progress)}-{recipe_hash()}",
             self.config.layers,
@@ -83,7 +85,7 @@ class LoadedModel:
 
         Args:
             key_statics: what the cache's keys are coded with; None where none are quantised.
-            progress: told how far reading the model's files is, which happens once.
+            progress: told how far reading the model's files is, which happens once while they stay as they are.
         """
         return model_fingerprint(self.files_hash.get(progress or no_progress), self.weights_format, key_statics)
 

@@ -1,4 +1,4 @@
-"""The static values of a model's quantised keys, computed once and kept in the cache folder.
+"""The statics of a model's quantised keys, computed once and kept in the cache folder.
 
     statics/<hash of the model's files>-<weights_format>-<hash of text and recipe>.safetensors
         layers.<n>.offset  layers.<n>.scale  layers.<n>.feedback  layers.<n>.frequencies       float32
@@ -34,7 +34,7 @@ def kept_statics(
     compute: Callable[[], tuple[KeyStatics, ...]],
     progress: Progress,
 ) -> tuple[KeyStatics, ...]:
-    """The static values of a model's layers, read if they are kept, else computed and kept, by one process at a time.
+    """The statics of a model's layers, read if they are kept, else computed and kept, by one process at a time.
 
     Where the cache folder cannot be written they are computed all the same, and a warning says so.
 
@@ -119,7 +119,7 @@ def _keep(statics: Sequence[KeyStatics], made: Path, path: Path) -> None:
 def _warn(error: Exception) -> None:
     reason = (error.strerror if isinstance(error, OSError) else None) or error
     warnings.warn(
-        f"the static values of the model's quantised keys are not kept, so each start computes them again: {reason}",
+        f"the statics of the model's quantised keys are not kept, so each start computes them again: {reason}",
         RuntimeWarning,
         stacklevel=2,
     )

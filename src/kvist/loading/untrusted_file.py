@@ -27,6 +27,10 @@ _STARTS = (
 )
 
 
+# Far more than any configuration, index or tokenizer takes.
+_MOST_JSON_BYTES = 256 << 20
+
+
 def describe_start(path: Path) -> str:
     """What a file looks like from its first bytes, as the end of a sentence: `it is ...`."""
     with path.open("rb") as file:
@@ -60,7 +64,11 @@ def require_gguf(path: Path) -> None:
 def read_json(path: Path) -> dict[str, object]:
     """The object in a JSON file; `ModelFileError` if it is missing, unreadable or holds anything else."""
     try:
-        parsed = json.loads(path.read_bytes())
+        with path.open("rb") as file:
+            text = file.read(_MOST_JSON_BYTES + 1)
+        if len(text) > _MOST_JSON_BYTES:
+            raise ModelFileError(f"{path} is larger than any file of its kind: {FETCH_AGAIN}")
+        parsed = json.loads(text)
     except FileNotFoundError:
         raise ModelFileError(f"{path.name} is missing in {path.parent}: {FETCH_AGAIN}") from None
     except OSError as error:

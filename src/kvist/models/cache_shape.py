@@ -16,10 +16,10 @@ _SECTIONS = ("text_config", "llm_config", "language_config", "thinker_config")
 
 # What the same number is called in configurations of different families.
 _NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-_NUM_HEADS = ("num_attention_heads", "n_head", "n_heads")
-_NUM_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "multi_query_group_num", "kv_n_heads")
-_HEAD_DIM = ("head_dim", "kv_channels")
-_EMBED_DIM = ("hidden_size", "n_embd", "d_model")
+_NUM_HEADS = ("num_attention_heads", "n_head", "n_heads", "attention_heads")
+_NUM_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "multi_query_group_num", "kv_n_heads", "num_attention_groups")
+_HEAD_DIM = ("head_dim", "attention_head_dim", "kv_channels")
+_EMBED_DIM = ("hidden_size", "n_embd", "n_embed", "d_model")
 _MAX_CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
 
 # Fields which mean, where they are set, that the cache is not keys and values of each layer alike.
@@ -33,6 +33,7 @@ _OTHER_CACHES = {
     "attention_types": "attention that is local in some layers",
     "num_kv_shared_layers": "layers that share keys and values",
     "kv_source_layers": "layers that share keys and values",
+    "use_cla": "layers that share keys and values",
     "global_head_dim": "head dims that differ between layers",
     "swa_head_dim": "head dims that differ between layers",
     "num_global_key_value_heads": "KV heads that differ between layers",
@@ -124,11 +125,16 @@ def cache_shape(raw: Mapping[str, object]) -> CacheShape:
 
 def _common_shape(raw: Mapping[str, object], note: str) -> CacheShape:
     fields = _decoder_fields(ConfigFields(raw))
+    kinds = fields.raw.get("layer_types")
+    dense = isinstance(kinds, list) and set(map(str, kinds)) == {"attention"}  # of a hybrid family, without a state
+    if isinstance(kinds, list) and dense:
+        fields = ConfigFields({**fields.raw, "layer_types": ["full_attention"] * len(kinds)})
     for name, meaning in _OTHER_CACHES.items():
-        if fields.raw.get(name):
-            raise UnsupportedModelError(
-                f"{name} is {shown(fields.raw[name])}, which means {meaning}: such a cache is not planned"
-            )
+        if fields.raw.get(name) and not (dense and meaning is _STATE):
+            raise _other_cache(name, fields.raw[name], meaning)
+    kinds = fields.raw.get("attn_type_list")  # MiniMax: 1 is softmax attention
+    if kinds is not None and not (isinstance(kinds, list) and set(map(str, kinds)) == {"1"}):
+        raise _other_cache("attn_type_list", kinds, _STATE)
     model_type = fields.raw.get("model_type")
     num_layers = _integer(fields, _NUM_LAYERS, most=10_000)
     num_heads = _integer(fields, _NUM_HEADS)
@@ -148,6 +154,10 @@ def _common_shape(raw: Mapping[str, object], note: str) -> CacheShape:
     )
 
 
+def _other_cache(name: str, value: object, meaning: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"{name} is {shown(value)}, which means {meaning}: such a cache is not planned")
+
+
 def _decoder_fields(fields: ConfigFields) -> ConfigFields:
     """Those of the decoder in a multimodal model, which may be several sections down."""
     for name in _SECTIONS:
@@ -162,6 +172,8 @@ def _decoder_fields(fields: ConfigFields) -> ConfigFields:
 def _kv_heads(fields: ConfigFields, num_heads: int) -> int:
     # Falcon's later design gives the number, and still says multi_query.
     if fields.flag("multi_query", False) and not fields.flag("new_decoder_architecture", False):
+        return 1
+    if fields.raw.get("attn_type") == "multiquery_attention":  # MPT
         return 1
     return _optional_integer(fields, _NUM_KV_HEADS) or num_heads
 

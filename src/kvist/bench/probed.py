@@ -1,0 +1,102 @@
+"""Timing beside the bandwidth of the moment, which on a shared machine moves by a factor of two within a minute."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+# A repetition counts only where the bandwidth before and after it differ by no more than this part of the larger.
+MOST_DRIFT = 0.1
+# So many times as often as asked may be tried; then the quietest that there were count.
+_MOST_TRIES = 4
+
+
+@dataclass(frozen=True)
+class Repetition:
+    """One timing.
+
+    Attributes:
+        seconds: that it took.
+        bytes_per_s: the read bandwidth around it, the mean of before and after.
+        drift: by which part of the larger the two differ.
+    """
+
+    seconds: float
+    bytes_per_s: float
+    drift: float
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What the repetitions of one task came to.
+
+    Attributes:
+        seconds: the median.
+        bytes_per_s: the median of the read bandwidth around them.
+        repetitions: that count.
+        discarded: that did not, since the bandwidth moved.
+        is_steady: whether all that count held to `MOST_DRIFT`.
+    """
+
+    seconds: float
+    bytes_per_s: float
+    repetitions: int
+    discarded: int
+    is_steady: bool
+
+
+def time_in_turn(
+    tasks: Mapping[str, Callable[[], object]],
+    repetitions: int,
+    bandwidth: Callable[[], float],
+    *,
+    done: Callable[[int, int], None] = lambda turn, turns: None,
+) -> dict[str, Timing]:
+    """Time tasks in turn, A B A B, so that what the machine does meanwhile meets all alike.
+
+    Each task is run once before, untimed.
+
+    Args:
+        tasks: by name.
+        repetitions: that are to count, of each.
+        bandwidth: gives the read bandwidth of the moment, bytes per second.
+        done: told how many of all turns are through; there may be fewer.
+    """
+    for task in tasks.values():
+        task()
+    found: dict[str, list[Repetition]] = {name: [] for name in tasks}
+    turns = _MOST_TRIES * repetitions
+    before = bandwidth()
+    for turn in range(turns):
+        for name, task in tasks.items():
+            if _steady(found[name]) >= repetitions:
+                continue
+            began_s = time.perf_counter()
+            task()
+            seconds = time.perf_counter() - began_s
+            after = bandwidth()
+            found[name].append(Repetition(seconds, (before + after) / 2, abs(before - after) / max(before, after)))
+            before = after
+        done(turn + 1, turns)
+        if all(_steady(of_task) >= repetitions for of_task in found.values()):
+            break
+    return {name: _timing(of_task, repetitions) for name, of_task in found.items()}
+
+
+def _steady(found: list[Repetition]) -> int:
+    return sum(repetition.drift <= MOST_DRIFT for repetition in found)
+
+
+def _timing(found: list[Repetition], repetitions: int) -> Timing:
+    counted = sorted(found, key=lambda repetition: repetition.drift)[: max(1, repetitions)]
+    if _steady(found) >= repetitions:
+        counted = [repetition for repetition in found if repetition.drift <= MOST_DRIFT]
+    return Timing(
+        seconds=statistics.median(repetition.seconds for repetition in counted),
+        bytes_per_s=statistics.median(repetition.bytes_per_s for repetition in counted),
+        repetitions=len(counted),
+        discarded=len(found) - len(counted),
+        is_steady=all(repetition.drift <= MOST_DRIFT for repetition in counted),
+    )

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+SMALL = (
+    *("--heads", "2", "--kv-heads", "1", "--head-dim", "64"),
+    *("--context", "70", "--layers", "2", "--repetitions", "1"),
+)
+
+
+@pytest.fixture(autouse=True)
+def _small_probe(monkeypatch):
+    """The probe takes a buffer of hundreds of MB: here its answer is given."""
+    monkeypatch.setattr("kvist.kernels.native.read_rates", lambda **_: (2e10, 1e10))
+
+
+def test_formats_stand_beside_each_other(kvist):
+    outcome = kvist("bench", "attention", *SMALL, "--pytorch")
+    assert outcome.code == 0
+    assert outcome.out.startswith("decode, 2 query heads over 1 KV heads of 64 dims, 70 tokens, batch 1, 2 layers\n")
+    names = [line.split("  ")[0] for line in outcome.out.splitlines()[2:-1]]
+    assert names == [
+        *("bf16", "int8", "int4"),
+        *("PyTorch, enable_gqa", "PyTorch, grouped queries", "PyTorch, product, softmax, product"),
+    ]
+
+
+def test_json_has_what_the_table_has(kvist):
+    outcome = kvist("bench", "attention", *SMALL, "--kv-format", "int8", "--json", "-")
+    printed = json.loads(outcome.out)
+    (row,) = printed["rows"]
+    assert printed["work"] == "decode"
+    assert (row["name"], row["bytes_per_token"], row["bandwidth_gb_per_s"]) == ("int8", 2 * 2 * 68, 20.0)
+    assert row["gb_per_s"] == pytest.approx(row["tokens_per_s"] * 70 * row["bytes_per_token"] / 1e9)
+    assert row["roofline_fraction"] == pytest.approx(row["gb_per_s"] / 20)
+    assert printed["machine"]["torch"]
+
+
+def test_prefill_is_counted_in_operations(kvist, tmp_path):
+    file = tmp_path / "a.json"
+    outcome = kvist("bench", "attention", *SMALL, "--prefill", "--kv-format", "bf16", "--json", str(file))
+    assert "Gflop/s" in outcome.out
+    printed = json.loads(file.read_text())
+    (row,) = printed["rows"]
+    assert row["gflop_per_s"] == pytest.approx(row["tokens_per_s"] / 70 * 4 * 64 * 2 * 2 * 70 * 71 / 2 / 1e9)
+    assert printed["peak_gflop_per_s"].keys() == {"bfloat16", "int8"}
+
+
+def test_a_picture_is_drawn(kvist, tmp_path):
+    assert kvist("bench", "attention", *SMALL, "--plot", str(tmp_path / "a.svg")).code == 0
+    drawn = (tmp_path / "a.svg").read_text()
+    assert drawn.lstrip().startswith("<?xml")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--kv-format", "int5"], "unknown kv_format 'int5'"),
+        (["--kv-heads", "2", "--heads", "3"], "kv_heads is 2: it must divide the 3 query heads"),
+        (["--head-dim", "0"], "head_dim is 0: it must be at least 1"),
+        (["--head-dim", "12", "--kv-format", "int4"], "int4 cannot take a head dim of 12"),
+        (["--prefill", "--pytorch"], "--pytorch has forms of decode only: leave out --prefill"),
+        (["--plot", "a.gif"], "has no known ending"),
+        (["--json", "/no/such/folder/a.json"], "there is no folder"),
+        (["--threads", "0"], "threads is 0"),
+    ],
+)
+def test_bad_input_is_one_line(kvist, arguments, message):
+    assert message in kvist("bench", "attention", *arguments).error
