@@ -10,8 +10,10 @@
 #include <tuple>
 #include <vector>
 
+#include "append_bindings.h"
 #include "checks.h"
 #include "dispatch.h"
+#include "page_bindings.h"
 #include "page_layout.h"
 #include "read_bandwidth.h"
 
@@ -147,4 +149,6 @@ NB_MODULE(_native, m) {
     m.def("head_layout", &head_layout, "keys"_a, "values"_a, "head_dim"_a);
     m.def("code_place", &code_place, "side"_a, "format"_a, "head_dim"_a, "slot"_a, "dim"_a);
     m.def("scalar_place", &scalar_place, "format"_a, "slot"_a, "group"_a, "scalar"_a);
+    kvist::bind_pages(m);
+    kvist::bind_append();
 }

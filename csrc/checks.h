@@ -12,13 +12,25 @@ namespace kvist {
 using AnyArray = nanobind::ndarray<nanobind::ro>;
 
 // OptionError and friends are for users and are raised in Python; these are for callers that got the contract wrong.
+inline void check(bool holds, const char* message) {
+    if (!holds) throw nanobind::value_error(message);
+}
 inline void check(bool holds, const std::string& message) {
     if (!holds) throw nanobind::value_error(message.c_str());
 }
 
+// The same where making the message would cost a call more than it may: `message()` gives it.
+template <typename Message>
+    requires requires(Message message) { std::string(message()); }
+inline void check(bool holds, Message message) {
+    if (!holds) throw nanobind::value_error(std::string(message()).c_str());
+}
+
 inline void check_between(const char* name, std::int64_t value, std::int64_t least, std::int64_t most) {
-    check(value >= least && value <= most, std::string(name) + " is " + std::to_string(value) + ": it must be from " +
-                                               std::to_string(least) + " to " + std::to_string(most));
+    check(value >= least && value <= most, [&] {
+        return std::string(name) + " is " + std::to_string(value) + ": it must be from " + std::to_string(least) +
+               " to " + std::to_string(most);
+    });
 }
 
 // The elements of a contiguous CPU vector of T, and that it is one.

@@ -6,11 +6,25 @@
 
 namespace kvist {
 
+struct AppendJob;
+struct AttentionTask;
+
 struct KernelTable {
     const char* isa;
 
     // The sum of `count` words modulo 2^64. `words` is aligned to 8 bytes.
     std::uint64_t (*sum_words)(const std::uint64_t* words, std::size_t count);
+
+    // Attention over pages: one part of each of two jobs, the second begun when all parts of the first are done.
+    void (*prepare_queries)(const AttentionTask& task, int part, int parts);
+    void (*attend)(const AttentionTask& task, int part, int parts);
+    // The bytes of scratch that a part of `attend` needs.
+    std::size_t (*attention_scratch_bytes)(std::size_t head_dim);
+
+    // Write a step's keys and values into its pages: one part of the job. `scratch` is aligned to 64 bytes and has as many
+    // floats as the second function says.
+    void (*append)(const AppendJob& job, float* scratch, int part, int parts);
+    std::size_t (*append_scratch_floats)(std::size_t head_dim);
 };
 
 }  // namespace kvist

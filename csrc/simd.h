@@ -6,7 +6,12 @@
 #include <cstdint>
 
 #if defined(KVIST_ISA_AVX512) || defined(KVIST_ISA_AVX2) || defined(KVIST_ISA_BASELINE)
+// GCC 12 takes what these headers leave undefined on purpose for a mistake.
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
 #include <immintrin.h>
+#pragma GCC diagnostic pop
 #elif !defined(KVIST_ISA_GENERIC)
 #error "compile the kernels through CMakeLists.txt, which defines one KVIST_ISA_* for each instruction set"
 #endif
@@ -33,7 +38,9 @@ struct Words {
     __m256i v;
 
     static Words zero() { return {_mm256_setzero_si256()}; }
-    static Words load(const std::uint64_t* from) { return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))}; }
+    static Words load(const std::uint64_t* from) {
+        return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))};
+    }
     void store(std::uint64_t* to) const { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), v); }
     friend Words operator+(Words a, Words b) { return {_mm256_add_epi64(a.v, b.v)}; }
 };
@@ -66,6 +73,593 @@ struct Words {
 };
 
 #endif
+
+// --- lines: 16 lanes of 4 bytes, in as many registers as the instruction set needs
+// -------------------------------------
+//
+// A part is one register. The operations on parts come first, one block per instruction set; those on lines, below, are
+// the same for all.
+
+#if defined(KVIST_ISA_AVX512)
+
+using FloatPart = __m512;
+using IntPart = __m512i;
+constexpr std::size_t kPartLanes = 16;
+
+inline FloatPart float_load(const float* from) { return _mm512_loadu_ps(from); }
+inline void float_store(float* to, FloatPart a) { _mm512_storeu_ps(to, a); }
+inline FloatPart float_all(float a) { return _mm512_set1_ps(a); }
+inline FloatPart float_add(FloatPart a, FloatPart b) { return _mm512_add_ps(a, b); }
+inline FloatPart float_sub(FloatPart a, FloatPart b) { return _mm512_sub_ps(a, b); }
+inline FloatPart float_mul(FloatPart a, FloatPart b) { return _mm512_mul_ps(a, b); }
+inline FloatPart float_div(FloatPart a, FloatPart b) { return _mm512_div_ps(a, b); }
+inline FloatPart float_max(FloatPart a, FloatPart b) { return _mm512_max_ps(a, b); }
+inline FloatPart float_min(FloatPart a, FloatPart b) { return _mm512_min_ps(a, b); }
+inline FloatPart float_fma(FloatPart a, FloatPart b, FloatPart c) { return _mm512_fmadd_ps(a, b, c); }
+inline FloatPart float_round(FloatPart a) {
+    return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+inline FloatPart float_from(IntPart a) { return _mm512_cvtepi32_ps(a); }
+inline FloatPart float_bits(IntPart a) { return _mm512_castsi512_ps(a); }
+inline IntPart int_bits(FloatPart a) { return _mm512_castps_si512(a); }
+inline IntPart int_rounded(FloatPart a) { return _mm512_cvtps_epi32(a); }
+inline IntPart int_load(const void* from) { return _mm512_loadu_si512(from); }
+inline void int_store(void* to, IntPart a) { _mm512_storeu_si512(to, a); }
+inline IntPart int_all(std::int32_t a) { return _mm512_set1_epi32(a); }
+inline IntPart int_add(IntPart a, IntPart b) { return _mm512_add_epi32(a, b); }
+inline IntPart int_and(IntPart a, IntPart b) { return _mm512_and_si512(a, b); }
+inline IntPart int_max_unsigned(IntPart a, IntPart b) { return _mm512_max_epu32(a, b); }
+template <int kBits>
+inline IntPart int_shift_left(IntPart a) {
+    return _mm512_slli_epi32(a, kBits);
+}
+template <int kBits>
+inline IntPart int_shift_right(IntPart a) {
+    return _mm512_srli_epi32(a, kBits);
+}
+inline FloatPart float_broadcast(const std::int32_t* from) { return float_bits(int_all(*from)); }
+
+#elif defined(KVIST_ISA_AVX2)
+
+using FloatPart = __m256;
+using IntPart = __m256i;
+constexpr std::size_t kPartLanes = 8;
+
+inline FloatPart float_load(const float* from) { return _mm256_loadu_ps(from); }
+inline void float_store(float* to, FloatPart a) { _mm256_storeu_ps(to, a); }
+inline FloatPart float_all(float a) { return _mm256_set1_ps(a); }
+inline FloatPart float_add(FloatPart a, FloatPart b) { return _mm256_add_ps(a, b); }
+inline FloatPart float_sub(FloatPart a, FloatPart b) { return _mm256_sub_ps(a, b); }
+inline FloatPart float_mul(FloatPart a, FloatPart b) { return _mm256_mul_ps(a, b); }
+inline FloatPart float_div(FloatPart a, FloatPart b) { return _mm256_div_ps(a, b); }
+inline FloatPart float_max(FloatPart a, FloatPart b) { return _mm256_max_ps(a, b); }
+inline FloatPart float_min(FloatPart a, FloatPart b) { return _mm256_min_ps(a, b); }
+inline FloatPart float_fma(FloatPart a, FloatPart b, FloatPart c) { return _mm256_fmadd_ps(a, b, c); }
+inline FloatPart float_round(FloatPart a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline FloatPart float_from(IntPart a) { return _mm256_cvtepi32_ps(a); }
+inline FloatPart float_bits(IntPart a) { return _mm256_castsi256_ps(a); }
+inline IntPart int_bits(FloatPart a) { return _mm256_castps_si256(a); }
+inline IntPart int_rounded(FloatPart a) { return _mm256_cvtps_epi32(a); }
+inline IntPart int_load(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
+inline void int_store(void* to, IntPart a) { _mm256_storeu_si256(static_cast<__m256i*>(to), a); }
+inline IntPart int_all(std::int32_t a) { return _mm256_set1_epi32(a); }
+inline IntPart int_add(IntPart a, IntPart b) { return _mm256_add_epi32(a, b); }
+inline IntPart int_and(IntPart a, IntPart b) { return _mm256_and_si256(a, b); }
+inline IntPart int_max_unsigned(IntPart a, IntPart b) { return _mm256_max_epu32(a, b); }
+template <int kBits>
+inline IntPart int_shift_left(IntPart a) {
+    return _mm256_slli_epi32(a, kBits);
+}
+template <int kBits>
+inline IntPart int_shift_right(IntPart a) {
+    return _mm256_srli_epi32(a, kBits);
+}
+// Of 16 bits each: the parts of bytes that a product of words takes.
+inline IntPart even_unsigned(IntPart a) { return _mm256_and_si256(a, _mm256_set1_epi16(0xff)); }
+inline IntPart odd_unsigned(IntPart a) { return _mm256_srli_epi16(a, 8); }
+inline IntPart even_signed(IntPart a) { return _mm256_srai_epi16(_mm256_slli_epi16(a, 8), 8); }
+inline IntPart odd_signed(IntPart a) { return _mm256_srai_epi16(a, 8); }
+inline IntPart multiply_words(IntPart a, IntPart b) { return _mm256_madd_epi16(a, b); }
+inline FloatPart select_part(IntPart mask, FloatPart yes, FloatPart no) {
+    return _mm256_blendv_ps(no, yes, _mm256_castsi256_ps(mask));
+}
+inline IntPart int_greater(IntPart a, IntPart b) { return _mm256_cmpgt_epi32(a, b); }
+inline IntPart float_less(FloatPart a, FloatPart b) { return _mm256_castps_si256(_mm256_cmp_ps(a, b, _CMP_LT_OQ)); }
+
+#elif defined(KVIST_ISA_BASELINE)
+
+using FloatPart = __m128;
+using IntPart = __m128i;
+constexpr std::size_t kPartLanes = 4;
+
+inline FloatPart float_load(const float* from) { return _mm_loadu_ps(from); }
+inline void float_store(float* to, FloatPart a) { _mm_storeu_ps(to, a); }
+inline FloatPart float_all(float a) { return _mm_set1_ps(a); }
+inline FloatPart float_add(FloatPart a, FloatPart b) { return _mm_add_ps(a, b); }
+inline FloatPart float_sub(FloatPart a, FloatPart b) { return _mm_sub_ps(a, b); }
+inline FloatPart float_mul(FloatPart a, FloatPart b) { return _mm_mul_ps(a, b); }
+inline FloatPart float_div(FloatPart a, FloatPart b) { return _mm_div_ps(a, b); }
+inline FloatPart float_max(FloatPart a, FloatPart b) { return _mm_max_ps(a, b); }
+inline FloatPart float_min(FloatPart a, FloatPart b) { return _mm_min_ps(a, b); }
+inline FloatPart float_fma(FloatPart a, FloatPart b, FloatPart c) { return _mm_add_ps(_mm_mul_ps(a, b), c); }
+inline FloatPart float_round(FloatPart a) { return _mm_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline FloatPart float_from(IntPart a) { return _mm_cvtepi32_ps(a); }
+inline FloatPart float_bits(IntPart a) { return _mm_castsi128_ps(a); }
+inline IntPart int_bits(FloatPart a) { return _mm_castps_si128(a); }
+inline IntPart int_rounded(FloatPart a) { return _mm_cvtps_epi32(a); }
+inline IntPart int_load(const void* from) { return _mm_loadu_si128(static_cast<const __m128i*>(from)); }
+inline void int_store(void* to, IntPart a) { _mm_storeu_si128(static_cast<__m128i*>(to), a); }
+inline IntPart int_all(std::int32_t a) { return _mm_set1_epi32(a); }
+inline IntPart int_add(IntPart a, IntPart b) { return _mm_add_epi32(a, b); }
+inline IntPart int_and(IntPart a, IntPart b) { return _mm_and_si128(a, b); }
+inline IntPart int_max_unsigned(IntPart a, IntPart b) { return _mm_max_epu32(a, b); }
+template <int kBits>
+inline IntPart int_shift_left(IntPart a) {
+    return _mm_slli_epi32(a, kBits);
+}
+template <int kBits>
+inline IntPart int_shift_right(IntPart a) {
+    return _mm_srli_epi32(a, kBits);
+}
+inline IntPart even_unsigned(IntPart a) { return _mm_and_si128(a, _mm_set1_epi16(0xff)); }
+inline IntPart odd_unsigned(IntPart a) { return _mm_srli_epi16(a, 8); }
+inline IntPart even_signed(IntPart a) { return _mm_srai_epi16(_mm_slli_epi16(a, 8), 8); }
+inline IntPart odd_signed(IntPart a) { return _mm_srai_epi16(a, 8); }
+inline IntPart multiply_words(IntPart a, IntPart b) { return _mm_madd_epi16(a, b); }
+inline FloatPart select_part(IntPart mask, FloatPart yes, FloatPart no) {
+    return _mm_blendv_ps(no, yes, _mm_castsi128_ps(mask));
+}
+inline IntPart int_greater(IntPart a, IntPart b) { return _mm_cmpgt_epi32(a, b); }
+inline IntPart float_less(FloatPart a, FloatPart b) { return _mm_castps_si128(_mm_cmplt_ps(a, b)); }
+
+#else
+
+// The vectors that GCC and Clang have everywhere.
+using FloatPart = float __attribute__((vector_size(16)));
+using IntPart = std::int32_t __attribute__((vector_size(16)));
+using UnsignedPart = std::uint32_t __attribute__((vector_size(16)));
+using WordPart = std::int16_t __attribute__((vector_size(16)));
+using UnsignedWordPart = std::uint16_t __attribute__((vector_size(16)));
+constexpr std::size_t kPartLanes = 4;
+
+inline FloatPart float_load(const float* from) {
+    FloatPart a;
+    __builtin_memcpy(&a, from, sizeof a);
+    return a;
+}
+inline void float_store(float* to, FloatPart a) { __builtin_memcpy(to, &a, sizeof a); }
+inline FloatPart float_all(float a) { return FloatPart{a, a, a, a}; }
+inline FloatPart float_add(FloatPart a, FloatPart b) { return a + b; }
+inline FloatPart float_sub(FloatPart a, FloatPart b) { return a - b; }
+inline FloatPart float_mul(FloatPart a, FloatPart b) { return a * b; }
+inline FloatPart float_div(FloatPart a, FloatPart b) { return a / b; }
+inline FloatPart float_max(FloatPart a, FloatPart b) { return a > b ? a : b; }
+inline FloatPart float_min(FloatPart a, FloatPart b) { return a < b ? a : b; }
+inline FloatPart float_fma(FloatPart a, FloatPart b, FloatPart c) { return a * b + c; }
+inline FloatPart float_from(IntPart a) { return __builtin_convertvector(a, FloatPart); }
+inline FloatPart float_bits(IntPart a) { return reinterpret_cast<FloatPart>(a); }
+inline IntPart int_bits(FloatPart a) { return reinterpret_cast<IntPart>(a); }
+inline FloatPart float_round(FloatPart a) {
+    // The addition drops what is behind the point; numbers of 2^23 and more, and what is none, are whole already.
+    const FloatPart size = float_bits(int_bits(a) & 0x7fffffff), shift = float_all(8388608.0f);
+    const FloatPart whole =
+        float_bits(int_bits(size + shift - shift) | (int_bits(a) & static_cast<std::int32_t>(0x80000000)));
+    return size < shift ? whole : a;
+}
+inline IntPart int_rounded(FloatPart a) {
+    const FloatPart whole = float_round(a);
+    const IntPart fits = (whole < float_all(2147483648.0f)) & (whole >= float_all(-2147483648.0f));
+    return fits & __builtin_convertvector(float_bits(int_bits(whole) & fits), IntPart);
+}
+inline IntPart int_load(const void* from) {
+    IntPart a;
+    __builtin_memcpy(&a, from, sizeof a);
+    return a;
+}
+inline void int_store(void* to, IntPart a) { __builtin_memcpy(to, &a, sizeof a); }
+inline IntPart int_all(std::int32_t a) { return IntPart{a, a, a, a}; }
+inline IntPart int_add(IntPart a, IntPart b) { return a + b; }
+inline IntPart int_and(IntPart a, IntPart b) { return a & b; }
+inline IntPart int_max_unsigned(IntPart a, IntPart b) {
+    return reinterpret_cast<UnsignedPart>(a) > reinterpret_cast<UnsignedPart>(b) ? a : b;
+}
+template <int kBits>
+inline IntPart int_shift_left(IntPart a) {
+    return a << kBits;
+}
+template <int kBits>
+inline IntPart int_shift_right(IntPart a) {
+    return reinterpret_cast<IntPart>(reinterpret_cast<UnsignedPart>(a) >> kBits);
+}
+inline IntPart even_unsigned(IntPart a) { return a & 0x00ff00ff; }
+inline IntPart odd_unsigned(IntPart a) { return reinterpret_cast<IntPart>(reinterpret_cast<UnsignedWordPart>(a) >> 8); }
+inline IntPart odd_signed(IntPart a) { return reinterpret_cast<IntPart>(reinterpret_cast<WordPart>(a) >> 8); }
+inline IntPart even_signed(IntPart a) {
+    return odd_signed(reinterpret_cast<IntPart>(reinterpret_cast<UnsignedWordPart>(a) << 8));
+}
+inline IntPart multiply_words(IntPart a, IntPart b) {
+    // The low word of each lane, and the high one, in full width.
+    const IntPart low = ((a << 16) >> 16) * ((b << 16) >> 16), high = (a >> 16) * (b >> 16);
+    return low + high;
+}
+inline FloatPart select_part(IntPart mask, FloatPart yes, FloatPart no) { return mask != 0 ? yes : no; }
+inline IntPart int_greater(IntPart a, IntPart b) { return a > b; }
+inline IntPart float_less(FloatPart a, FloatPart b) { return a < b; }
+
+#endif
+
+constexpr std::size_t kLineLanes = 16;
+constexpr std::size_t kParts = kLineLanes / kPartLanes;
+constexpr std::size_t kLineRegisters = kParts;
+
+struct Floats {
+    FloatPart part[kParts];
+};
+
+struct Ints {
+    IntPart part[kParts];
+};
+
+#define KVIST_EACH_PART(Result, expression)    \
+    Result result;                             \
+    for (std::size_t i = 0; i < kParts; ++i) { \
+        result.part[i] = expression;           \
+    }                                          \
+    return result
+
+inline Floats load_floats(const float* from) { KVIST_EACH_PART(Floats, float_load(from + i * kPartLanes)); }
+inline Floats all_floats(float a) { KVIST_EACH_PART(Floats, float_all(a)); }
+inline Floats operator+(Floats a, Floats b) { KVIST_EACH_PART(Floats, float_add(a.part[i], b.part[i])); }
+inline Floats operator-(Floats a, Floats b) { KVIST_EACH_PART(Floats, float_sub(a.part[i], b.part[i])); }
+inline Floats operator*(Floats a, Floats b) { KVIST_EACH_PART(Floats, float_mul(a.part[i], b.part[i])); }
+inline Floats operator/(Floats a, Floats b) { KVIST_EACH_PART(Floats, float_div(a.part[i], b.part[i])); }
+// Where one is no number, the second.
+inline Floats max(Floats a, Floats b) { KVIST_EACH_PART(Floats, float_max(a.part[i], b.part[i])); }
+inline Floats min(Floats a, Floats b) { KVIST_EACH_PART(Floats, float_min(a.part[i], b.part[i])); }
+// a * b + c, rounded once where the instruction set can.
+inline Floats fma(Floats a, Floats b, Floats c) { KVIST_EACH_PART(Floats, float_fma(a.part[i], b.part[i], c.part[i])); }
+inline Floats to_floats(Ints a) { KVIST_EACH_PART(Floats, float_from(a.part[i])); }
+inline Floats floats_of_bits(Ints a) { KVIST_EACH_PART(Floats, float_bits(a.part[i])); }
+inline Ints bits_of(Floats a) { KVIST_EACH_PART(Ints, int_bits(a.part[i])); }
+inline Ints rounded(Floats a) { KVIST_EACH_PART(Ints, int_rounded(a.part[i])); }
+inline Ints load_ints(const void* from) {
+    KVIST_EACH_PART(Ints, int_load(static_cast<const char*>(from) + i * kPartLanes * 4));
+}
+inline Ints all_ints(std::int32_t a) { KVIST_EACH_PART(Ints, int_all(a)); }
+inline Ints operator+(Ints a, Ints b) { KVIST_EACH_PART(Ints, int_add(a.part[i], b.part[i])); }
+inline Ints operator&(Ints a, Ints b) { KVIST_EACH_PART(Ints, int_and(a.part[i], b.part[i])); }
+inline Ints max_unsigned(Ints a, Ints b) { KVIST_EACH_PART(Ints, int_max_unsigned(a.part[i], b.part[i])); }
+template <int kBits>
+inline Ints shift_left(Ints a) {
+    KVIST_EACH_PART(Ints, int_shift_left<kBits>(a.part[i]));
+}
+template <int kBits>
+inline Ints shift_right(Ints a) {
+    KVIST_EACH_PART(Ints, int_shift_right<kBits>(a.part[i]));
+}
+inline void store(float* to, Floats a) {
+    for (std::size_t i = 0; i < kParts; ++i) float_store(to + i * kPartLanes, a.part[i]);
+}
+inline void store(std::int32_t* to, Ints a) {
+    for (std::size_t i = 0; i < kParts; ++i) int_store(to + i * kPartLanes, a.part[i]);
+}
+// The fp32 numbers that are the low and the high bf16 half of each lane.
+inline Floats low_bf16(Ints a) { return floats_of_bits(shift_left<16>(a)); }
+inline Floats high_bf16(Ints a) { return floats_of_bits(a & all_ints(static_cast<std::int32_t>(0xffff0000))); }
+
+// --- lanes apart ---
+
+#if defined(KVIST_ISA_AVX512)
+
+using LaneMask = __mmask16;
+
+// The lanes from `first` to before `stop`, each from 0 to 16.
+inline LaneMask lanes_between(std::size_t first, std::size_t stop) {
+    return static_cast<LaneMask>(((1u << stop) - 1) & ~((1u << first) - 1));
+}
+inline LaneMask less(Floats a, Floats b) { return _mm512_cmp_ps_mask(a.part[0], b.part[0], _CMP_LT_OQ); }
+inline Floats select(LaneMask mask, Floats yes, Floats no) {
+    return {{_mm512_mask_blend_ps(mask, no.part[0], yes.part[0])}};
+}
+
+inline bool is_less_anywhere(Floats a, Floats b) { return less(a, b) != 0; }
+inline float first_lane(Floats a) { return _mm512_cvtss_f32(a.part[0]); }
+inline float max_lane(Floats a) { return _mm512_reduce_max_ps(a.part[0]); }
+inline std::uint32_t max_lane_unsigned(Ints a) { return _mm512_reduce_max_epu32(a.part[0]); }
+inline float sum_lanes(Floats a) {
+    const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(a.part[0]), _mm512_extractf32x8_ps(a.part[0], 1));
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
+}
+
+// Whole numbers as bytes, those beyond 0 to 255 as any.
+inline void store_bytes(std::uint8_t* to, Ints a) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtusepi32_epi8(a.part[0]));
+}
+// The units of 64 codes from 0 to 255.
+inline void store_unsigned_units(std::int32_t* to, const Ints (&a)[4]) {
+    const __m512i low = _mm512_packus_epi32(a[0].part[0], a[1].part[0]);
+    const __m512i high = _mm512_packus_epi32(a[2].part[0], a[3].part[0]);
+    // Packing stays within quarters of a register: four bytes of each of the four, and then the next.
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    _mm512_storeu_si512(to, _mm512_permutexvar_epi32(order, _mm512_packus_epi16(low, high)));
+}
+
+#else
+
+using LaneMask = Ints;
+
+inline Ints lane_numbers() {
+    alignas(64) static constexpr std::int32_t kNumbers[kLineLanes] = {0, 1, 2,  3,  4,  5,  6,  7,
+                                                                      8, 9, 10, 11, 12, 13, 14, 15};
+    return load_ints(kNumbers);
+}
+inline Ints greater(Ints a, Ints b) { KVIST_EACH_PART(Ints, int_greater(a.part[i], b.part[i])); }
+inline LaneMask lanes_between(std::size_t first, std::size_t stop) {
+    const Ints lane = lane_numbers();
+    return greater(lane, all_ints(static_cast<std::int32_t>(first) - 1)) &
+           greater(all_ints(static_cast<std::int32_t>(stop)), lane);
+}
+inline LaneMask less(Floats a, Floats b) { KVIST_EACH_PART(Ints, float_less(a.part[i], b.part[i])); }
+inline Floats select(LaneMask mask, Floats yes, Floats no) {
+    KVIST_EACH_PART(Floats, select_part(mask.part[i], yes.part[i], no.part[i]));
+}
+
+inline bool is_less_anywhere(Floats a, Floats b) {
+    std::int32_t lanes[kLineLanes];
+    const LaneMask mask = less(a, b);
+    for (std::size_t i = 0; i < kParts; ++i) int_store(lanes + i * kPartLanes, mask.part[i]);
+    std::int32_t any = 0;
+    for (std::int32_t lane : lanes) any |= lane;
+    return any != 0;
+}
+inline float first_lane(Floats a) {
+    float lanes[kPartLanes];
+    float_store(lanes, a.part[0]);
+    return lanes[0];
+}
+inline float max_lane(Floats a) {
+    FloatPart most = a.part[0];
+    for (std::size_t i = 1; i < kParts; ++i) most = float_max(most, a.part[i]);
+    float lanes[kPartLanes];
+    float_store(lanes, most);
+    float greatest = lanes[0];
+    for (std::size_t i = 1; i < kPartLanes; ++i) greatest = lanes[i] > greatest ? lanes[i] : greatest;
+    return greatest;
+}
+inline std::uint32_t max_lane_unsigned(Ints a) {
+    IntPart most = a.part[0];
+    for (std::size_t i = 1; i < kParts; ++i) most = int_max_unsigned(most, a.part[i]);
+    std::uint32_t lanes[kPartLanes];
+    int_store(lanes, most);
+    std::uint32_t greatest = lanes[0];
+    for (std::size_t i = 1; i < kPartLanes; ++i) greatest = lanes[i] > greatest ? lanes[i] : greatest;
+    return greatest;
+}
+inline float sum_lanes(Floats a) {
+    FloatPart total = a.part[0];
+    for (std::size_t i = 1; i < kParts; ++i) total = float_add(total, a.part[i]);
+    float lanes[kPartLanes];
+    float_store(lanes, total);
+    for (std::size_t half = kPartLanes / 2; half > 0; half /= 2) {
+        for (std::size_t i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+    }
+    return lanes[0];
+}
+
+#if defined(KVIST_ISA_GENERIC)
+inline void store_bytes(std::uint8_t* to, Ints a) {
+    for (std::size_t i = 0; i < kLineLanes; ++i) {
+        const std::int32_t lane = a.part[i / kPartLanes][i % kPartLanes];
+        to[i] = static_cast<std::uint8_t>(lane < 0 || lane > 255 ? 255 : lane);
+    }
+}
+#else
+inline void store_bytes(std::uint8_t* to, Ints a) {
+#if defined(KVIST_ISA_AVX2)
+    const __m128i low = _mm_packs_epi32(_mm256_castsi256_si128(a.part[0]), _mm256_extracti128_si256(a.part[0], 1));
+    const __m128i high = _mm_packs_epi32(_mm256_castsi256_si128(a.part[1]), _mm256_extracti128_si256(a.part[1], 1));
+#else
+    const __m128i low = _mm_packs_epi32(a.part[0], a.part[1]), high = _mm_packs_epi32(a.part[2], a.part[3]);
+#endif
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm_packus_epi16(low, high));
+}
+#endif
+
+#endif
+
+// 2^x, and exactly 1 for 0 and 0 below -126. `x` is at most 127, or no number.
+inline Floats exp2(Floats x) {
+    const Floats least = all_floats(-126.0f);
+    const LaneMask underflows = less(x, least);
+#if !defined(KVIST_ISA_AVX512)
+    x = select(underflows, least, x);
+#endif
+    Floats whole;
+    for (std::size_t i = 0; i < kParts; ++i) whole.part[i] = float_round(x.part[i]);
+    const Floats rest = x - whole;
+    // Of degree 5 and exact at 0; off by 1e-7 of the result at most, before rounding, from -1/2 to 1/2.
+    Floats power = all_floats(1.326472630e-03f);
+    power = fma(power, rest, all_floats(9.671513010e-03f));
+    power = fma(power, rest, all_floats(5.550733749e-02f));
+    power = fma(power, rest, all_floats(2.402224208e-01f));
+    power = fma(power, rest, all_floats(6.931469776e-01f));
+    power = fma(power, rest, all_floats(1.0f));
+#if defined(KVIST_ISA_AVX512)
+    return {{_mm512_maskz_scalef_ps(static_cast<LaneMask>(~underflows), power.part[0], whole.part[0])}};
+#else
+    return select(underflows, all_floats(0.0f), power * floats_of_bits(shift_left<23>(rounded(whole) + all_ints(127))));
+#endif
+}
+
+// --- sums of products of 8-bit codes ---
+//
+// A line of codes meets a unit: 4 codes that stand for all lanes. One of the two has signed codes, the other unsigned.
+// Without an instruction for it the bytes are widened to words first: the one that exists would saturate.
+
+#if defined(KVIST_ISA_AVX512)
+
+constexpr std::size_t kUnitWords = 1;  // of 4 bytes
+
+struct Codes {
+    __m512i bytes;
+};
+
+struct Unit {
+    __m512i bytes;
+};
+
+inline Codes unsigned_codes(const std::uint8_t* line) { return {_mm512_loadu_si512(line)}; }
+inline Codes signed_codes(const std::uint8_t* line) { return {_mm512_loadu_si512(line)}; }
+// 8 codes of 4 bits: the first 4 in the low nibbles, the others in the high ones.
+inline Codes low_nibbles(Ints line) { return {_mm512_and_si512(line.part[0], _mm512_set1_epi8(0x0f))}; }
+inline Codes high_nibbles(Ints line) {
+    return {_mm512_and_si512(_mm512_srli_epi16(line.part[0], 4), _mm512_set1_epi8(0x0f))};
+}
+inline Unit load_unit(const std::int32_t* words) { return {_mm512_set1_epi32(*words)}; }
+
+// Unsigned codes in the line, signed ones in the unit; and the other way round.
+// As assembly, since GCC 12 copies the sums of the intrinsic twice in a loop and then spills them.
+inline void add_products_of_unsigned(Ints& sum, Codes line, Unit unit) {
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(sum.part[0]) : "v"(line.bytes), "v"(unit.bytes));
+}
+inline void add_products_of_signed(Ints& sum, Codes line, Unit unit) {
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(sum.part[0]) : "v"(unit.bytes), "v"(line.bytes));
+}
+
+// The units of 16 codes.
+inline void store_signed_units(std::int32_t* words, const std::uint8_t* codes) { __builtin_memcpy(words, codes, 16); }
+
+#else
+
+constexpr std::size_t kUnitWords = 2;
+
+struct Codes {
+    Ints even, odd;
+};
+
+struct Unit {
+    IntPart even, odd;
+};
+
+inline Codes unsigned_codes(Ints line) {
+    Codes codes;
+    for (std::size_t i = 0; i < kParts; ++i) {
+        codes.even.part[i] = even_unsigned(line.part[i]);
+        codes.odd.part[i] = odd_unsigned(line.part[i]);
+    }
+    return codes;
+}
+inline Codes unsigned_codes(const std::uint8_t* line) { return unsigned_codes(load_ints(line)); }
+inline Codes signed_codes(const std::uint8_t* bytes) {
+    const Ints line = load_ints(bytes);
+    Codes codes;
+    for (std::size_t i = 0; i < kParts; ++i) {
+        codes.even.part[i] = even_signed(line.part[i]);
+        codes.odd.part[i] = odd_signed(line.part[i]);
+    }
+    return codes;
+}
+inline Codes low_nibbles(Ints line) { return unsigned_codes(line & all_ints(0x0f0f0f0f)); }
+inline Codes high_nibbles(Ints line) { return unsigned_codes(shift_right<4>(line) & all_ints(0x0f0f0f0f)); }
+inline Unit load_unit(const std::int32_t* words) { return {int_all(words[0]), int_all(words[1])}; }
+
+inline void add_products_of_unsigned(Ints& sum, Codes line, Unit unit) {
+    for (std::size_t i = 0; i < kParts; ++i) {
+        sum.part[i] = int_add(sum.part[i], int_add(multiply_words(line.even.part[i], unit.even),
+                                                   multiply_words(line.odd.part[i], unit.odd)));
+    }
+}
+inline void add_products_of_signed(Ints& sum, Codes line, Unit unit) { add_products_of_unsigned(sum, line, unit); }
+
+inline std::int32_t two_words(std::int32_t low, std::int32_t high) {
+    return static_cast<std::int32_t>((static_cast<std::uint32_t>(high) << 16) |
+                                     (static_cast<std::uint32_t>(low) & 0xffff));
+}
+inline void store_signed_units(std::int32_t* words, const std::uint8_t* codes) {
+    const auto code = [&](std::size_t i) { return static_cast<std::int32_t>(static_cast<std::int8_t>(codes[i])); };
+    for (std::size_t i = 0; i < 16; i += 4, words += kUnitWords) {
+        words[0] = two_words(code(i), code(i + 2));
+        words[1] = two_words(code(i + 1), code(i + 3));
+    }
+}
+// The units of 64 codes from 0 to 255.
+inline void store_unsigned_units(std::int32_t* words, const Ints (&a)[4]) {
+    std::uint8_t codes[64];
+    for (std::size_t i = 0; i < 4; ++i) store_bytes(codes + 16 * i, a[i]);
+    for (std::size_t i = 0; i < 64; i += 4, words += kUnitWords) {
+        words[0] = two_words(codes[i], codes[i + 2]);
+        words[1] = two_words(codes[i + 1], codes[i + 3]);
+    }
+}
+
+#endif
+
+// --- sums of products of bf16 numbers, two to a lane ---
+
+#if defined(KVIST_ISA_AVX512)
+
+// A unit's numbers are rounded to bf16: products are exact, their sum is one of fp32 whose denormals are zeros.
+constexpr bool kPairUnitsAreRounded = true;
+constexpr std::size_t kPairUnitWords = 1;
+
+struct Pairs {
+    __m512bh numbers;
+};
+
+struct PairUnit {
+    __m512bh numbers;
+};
+
+inline Pairs load_pairs(const std::uint8_t* line) { return {reinterpret_cast<__m512bh>(_mm512_loadu_si512(line))}; }
+inline PairUnit load_pair_unit(const std::int32_t* words) {
+    return {reinterpret_cast<__m512bh>(_mm512_set1_epi32(*words))};
+}
+inline void add_products(Floats& sum, Pairs line, PairUnit unit) {
+    sum.part[0] = _mm512_dpbf16_ps(sum.part[0], line.numbers, unit.numbers);
+}
+
+// The units of 16 numbers, and the numbers of 8 units.
+inline void store_pair_units(std::int32_t* words, Floats a) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(words), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(a.part[0])));
+}
+inline Floats load_pair_units(const std::int32_t* words) {
+    const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(words));
+    return {{_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16))}};
+}
+
+#else
+
+constexpr bool kPairUnitsAreRounded = false;
+constexpr std::size_t kPairUnitWords = 2;
+
+struct Pairs {
+    Floats low, high;
+};
+
+struct PairUnit {
+    FloatPart low, high;
+};
+
+inline Pairs load_pairs(const std::uint8_t* bytes) {
+    const Ints line = load_ints(bytes);
+    return {low_bf16(line), high_bf16(line)};
+}
+inline PairUnit load_pair_unit(const std::int32_t* words) {
+    return {float_bits(int_all(words[0])), float_bits(int_all(words[1]))};
+}
+inline void add_products(Floats& sum, Pairs line, PairUnit unit) {
+    for (std::size_t i = 0; i < kParts; ++i) {
+        sum.part[i] = float_fma(line.high.part[i], unit.high, float_fma(line.low.part[i], unit.low, sum.part[i]));
+    }
+}
+inline void store_pair_units(std::int32_t* words, Floats a) { store(words, bits_of(a)); }
+inline Floats load_pair_units(const std::int32_t* words) { return floats_of_bits(load_ints(words)); }
+
+#endif
+
+#undef KVIST_EACH_PART
 
 // Ask for a cache line. Any address is allowed, past the end of the data too.
 inline void prefetch(const void* address) { __builtin_prefetch(address); }

@@ -8,6 +8,11 @@
 #include <cstddef>
 #include <cstdint>
 
+namespace kvist {
+struct AppendJob;
+struct AttentionTask;
+}
+
 #ifndef KVIST_ISA
 #error "compile the kernels through CMakeLists.txt, which defines KVIST_ISA for each instruction set"
 #endif
@@ -15,5 +20,10 @@
 namespace kvist::KVIST_ISA {
 
 std::uint64_t sum_words(const std::uint64_t* words, std::size_t count);
+void prepare_queries(const AttentionTask& task, int part, int parts);
+void attend(const AttentionTask& task, int part, int parts);
+std::size_t attention_scratch_bytes(std::size_t head_dim);
+void append(const AppendJob& job, float* scratch, int part, int parts);
+std::size_t append_scratch_floats(std::size_t head_dim);
 
 }  // namespace kvist::KVIST_ISA

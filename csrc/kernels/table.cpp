@@ -10,6 +10,11 @@ extern const KernelTable table;
 constinit const KernelTable table = {
     .isa = KVIST_QUOTE_VALUE(KVIST_ISA),
     .sum_words = sum_words,
+    .prepare_queries = prepare_queries,
+    .attend = attend,
+    .attention_scratch_bytes = attention_scratch_bytes,
+    .append = append,
+    .append_scratch_floats = append_scratch_floats,
 };
 
 }  // namespace kvist::KVIST_ISA

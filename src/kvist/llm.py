@@ -138,7 +138,7 @@ class LLM:
     def kernel(self) -> str:
         """Which kernel attends over the cache; where layers have several, all of them."""
         formats = self._engine.cache.formats
-        return ", ".join(sorted({kernel_name(kv_format) for kv_format in formats}))
+        return ", ".join(sorted({kernel_name(kv_format, self._engine.cache.device) for kv_format in formats}))
 
     @property
     def max_context(self) -> int:

@@ -235,3 +235,27 @@ def test_what_was_decoded_encodes_to_itself_nearly(name: str) -> None:
     once = round_trip(codec, random(64, 2, 50))
     twice = round_trip(codec, once)
     assert (twice - once).abs().max() < (1e-5 if name == "int8" else 0.3)
+
+
+# --- bits that are the same on every CPU ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["bf16", "int4"])
+def test_a_nan_of_bf16_has_one_pattern(name: str) -> None:
+    x = torch.tensor([0x7FC00000, -1, 0x7F800001, 0x7FC12345], dtype=torch.int32).view(torch.float32)
+    codes, scalars = codec_of(name, 64).encode(x.repeat(16, 1, 1).view(64, 1, 1), FIRST_PAGE)
+    stored = codes if scalars is None else scalars
+    assert set(stored.view(torch.int16).flatten().tolist()) == {0x7FC0}
+
+
+def test_a_bf16_number_keeps_its_bits_in_bf16() -> None:
+    bits = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(64, 1, -1)
+    codes, _ = codec_of("bf16", 64).encode(bits.view(torch.bfloat16), FIRST_PAGE)
+    assert torch.equal(codes.view(torch.int16), bits)
+
+
+def test_a_floor_of_zero_has_one_sign_wherever_its_vector_stands() -> None:
+    x = torch.full((64, 1, 40), -0.0)  # rotated, one dim is -0 and the others are 0
+    _, scalars = codec_of("int4", 64).encode(x, FIRST_PAGE)
+    assert scalars is not None
+    assert set(scalars.view(torch.int16).flatten().tolist()) == {0}

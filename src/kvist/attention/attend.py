@@ -11,14 +11,17 @@ from kvist.cache.cache_view import CacheView
 from kvist.kernels import sdpa, split_attention
 from kvist.kv_format import KVFormat
 
-# PyTorch's own attention takes these: it rounds as Hugging Face models do, but in another way for another number of
-# tokens.
+# Where several tokens of a sequence are computed at once, these go through PyTorch's own attention: it rounds as Hugging
+# Face models do, but in another way for another number of tokens.
 _PLAIN = (KVFormat("bf16", "bf16"), KVFormat("fp32", "fp32"))
 
 
-def kernel_name(kv_format: KVFormat) -> str:
-    """Which kernel `attend` runs over pages of a format."""
-    return "torch-sdpa" if kv_format in _PLAIN else "torch-split"
+def kernel_name(kv_format: KVFormat, device: torch.device) -> str:
+    """Which kernel `attend` runs over pages of a format on a device."""
+    own = "native" if device.type == "cpu" else "torch-split"
+    if kv_format not in _PLAIN:
+        return own
+    return f"{own}, torch-sdpa in prefill" if own == "native" else "torch-sdpa"
 
 
 def attend(
@@ -41,7 +44,10 @@ def attend(
     Returns:
         `[T, H, D]` in the dtype of `q`.
     """
-    if cache.format(layer) in _PLAIN:
+    is_plain, decodes = cache.format(layer) in _PLAIN, all(span.num_tokens == 1 for span in cache.spans)
+    if cache.is_native(layer) and (decodes or not is_plain):
+        return cache.attend(layer, q, scale=scale, window=window)
+    if is_plain:
         return _attend_plain(q, cache, layer, scale=scale, window=window)
     return attend_splits(q, cache, layer, num_kv_heads=num_kv_heads, scale=scale, window=window)
 

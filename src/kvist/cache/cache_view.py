@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
+from kvist.cache.native_pages import NativePages
 from kvist.cache.page_codec import PageCodec
 from kvist.cache.page_layout import PAGE_SLOTS, LayerGroup, storage_format
 from kvist.cache.page_pool import PagePool
 from kvist.cache.page_table import PageRules, PageTable, pages_of
 from kvist.errors import SequenceError
+from kvist.kernels.native import PageStep
 from kvist.kv_format import KVFormat
 
 
@@ -30,12 +32,14 @@ class CacheGroup:
     Attributes:
         layers: the group's layers and window.
         codec: between tensors and the bytes of its pages.
+        native: what native kernels need to know of it; None where its pages are not on the CPU.
         pool: its pages.
         rules: how many pages its sequences need.
     """
 
     layers: LayerGroup
     codec: PageCodec
+    native: NativePages | None
     pool: PagePool
     rules: PageRules
 
@@ -98,9 +102,9 @@ class CacheView:
             positions.extend(range(first, first + span.num_tokens))
         self._positions = torch.tensor(positions, dtype=torch.int64, device=device)
         self._slots, self._numbers = self._positions % PAGE_SLOTS, self._positions // PAGE_SLOTS
-        self._write_pages = [
-            torch.tensor(self._pages_of_rows(group), dtype=torch.int64, device=device) for group in range(len(groups))
-        ]
+        # Made when a layer of the group needs them: the pages of each row, or the native step with the pool's tensor.
+        self._write_pages: dict[int, torch.Tensor] = {}
+        self._native_steps: dict[int, tuple[torch.Tensor, PageStep]] = {}
 
     def positions(self) -> torch.Tensor:
         """Each token's position in its own sequence, `[T]` int64."""
@@ -119,13 +123,44 @@ class CacheView:
         shape = (self.num_tokens, place.num_kv_heads, place.head_dim)
         if k.shape != shape or v.shape != shape:
             raise ValueError(f"layer {layer} takes keys and values {shape}, not {tuple(k.shape)} and {tuple(v.shape)}")
-        codec, pool = self.groups[group].codec, self.groups[group].pool
-        codec.write(pool.pages, row, self._write_pages[group], self._slots, self._numbers, k, v)
+        of = self.groups[group]
+        if of.native is not None:
+            of.native.append(self._native_step(group, of.native), row, k, v)
+            return
+        if group not in self._write_pages:
+            pages = self._pages_of_rows(group)
+            self._write_pages[group] = torch.tensor(pages, dtype=torch.int64, device=self._positions.device)
+        of.codec.write(of.pool.pages, row, self._write_pages[group], self._slots, self._numbers, k, v)
 
     def format(self, layer: int) -> KVFormat:
         """How a layer's keys and values are stored."""
         group, row = self._place(layer)
         return self.groups[group].codec.layout.layers[row].kv_format
+
+    def is_native(self, layer: int) -> bool:
+        """Whether native kernels can work on the layer's pages."""
+        return self.groups[self._place(layer)[0]].native is not None
+
+    def attend(self, layer: int, q: torch.Tensor, *, scale: float, window: int | None = None) -> torch.Tensor:
+        """Native attention of this step's queries `[T, H, D]` over the pages of a layer for which `is_native` holds.
+
+        Args:
+            layer: whose. This step's keys and values are written already.
+            q: the queries, packed as the spans are.
+            scale, window: as in `kernels.split_attention.attention`.
+
+        Returns:
+            `[T, H, D]` in the dtype of `q`.
+
+        Raises:
+            SequenceError: as `write`.
+        """
+        self.check_current()
+        group, row = self._place(layer)
+        native = self.groups[group].native
+        if native is None:
+            raise ValueError(f"the pages of layer {layer} are not on the CPU: read them instead")
+        return native.attend(self._native_step(group, native), row, q, scale=scale, window=window)
 
     def read(self, layer: int, index: int, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values `[K, L - start, D]` of span `index`'s sequence, from position `start` to this step's last.
@@ -185,6 +220,15 @@ class CacheView:
                 f"sequence {self.spans[index].sequence_id} was committed, rewound or released since this view was "
                 "made: ask for another"
             )
+
+    def _native_step(self, group: int, native: NativePages) -> PageStep:
+        """The group's pages for native kernels, made anew where the pool has moved."""
+        pages, made = self.groups[group].pool.pages, self._native_steps.get(group)
+        if made is None or made[0] is not pages:
+            num_tokens = [span.num_tokens for span in self.spans]
+            tables = [sequence.tables[group] for sequence in self.sequences]
+            made = self._native_steps[group] = (pages, native.step(pages, num_tokens, self.first_positions, tables))
+        return made[1]
 
     def _pages_of_rows(self, group: int) -> list[int]:
         """For each row of `T` the page that its token is written to."""

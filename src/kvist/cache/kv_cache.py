@@ -22,6 +22,7 @@ from collections.abc import Sequence
 import torch
 
 from kvist.cache.cache_view import CachedSequence, CacheGroup, CacheView, Span
+from kvist.cache.native_pages import NativePages
 from kvist.cache.page_codec import PageCodec
 from kvist.cache.page_pool import PagePool
 from kvist.cache.page_table import PageTable
@@ -332,15 +333,13 @@ def _checked_statics(
 def _groups(
     plan: CachePlan, statics: Sequence[KeyStatics | None], config: CacheConfig, device: torch.device
 ) -> tuple[CacheGroup, ...]:
-    return tuple(
-        CacheGroup(
-            group.layers,
-            PageCodec(group.layout, [statics[layer] for layer in group.layers.layers]),
-            PagePool(group.layout.page_bytes, config.memory_bytes // group.stride, device),
-            group.rules,
-        )
-        for group in plan.groups
-    )
+    groups = []
+    for group in plan.groups:
+        codec = PageCodec(group.layout, [statics[layer] for layer in group.layers.layers])
+        pool = PagePool(group.layout.page_bytes, config.memory_bytes // group.stride, device)
+        native = NativePages(codec, group.layers.window) if device.type == "cpu" else None
+        groups.append(CacheGroup(group.layers, codec, native, pool, group.rules))
+    return tuple(groups)
 
 
 def _reserved_at(sequence: CachedSequence, length: int | None) -> int:

@@ -37,19 +37,30 @@ class PageCodec:
     Args:
         layout: of the pages.
         statics: of each layer of the group, what its quantised keys are coded with; None: nothing.
+
+    Attributes:
+        layout: as given.
+        statics: of each layer.
+        turns: of the layers' offsets, one for each set of frequencies.
     """
 
     def __init__(self, layout: PageLayout, statics: Sequence[KeyStatics | None] | None = None) -> None:
         self.layout = layout
-        of_layers = statics or [None] * len(layout.layers)
+        self.statics = tuple(statics or [None] * len(layout.layers))
         # Layers of the same frequencies share a table.
         turns: dict[tuple[float, ...], PageTurns] = {}
         self._sides: list[tuple[_Keys, _Values]] = []
-        for place, of_layer in zip(layout.layers, of_layers, strict=True):
+        for place, of_layer in zip(layout.layers, self.statics, strict=True):
             turn = None
             if of_layer is not None:
                 turn = turns.setdefault(tuple(of_layer.frequencies.tolist()), PageTurns(of_layer.frequencies))
             self._sides.append((_Keys(place, of_layer, turn), _Values(place)))
+        self.turns = tuple(turns.values())
+        self._turns_at = {frequencies: index for index, frequencies in enumerate(turns)}
+
+    def turns_of(self, statics: KeyStatics) -> int:
+        """Which of `turns` turns the offset of a layer with these statics."""
+        return self._turns_at[tuple(statics.frequencies.tolist())]
 
     def write(
         self,

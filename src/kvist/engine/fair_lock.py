@@ -23,19 +23,18 @@ class FairLock:
 
     def acquire(self) -> None:
         """Wait until the lock is ours. It is not re-entrant."""
-        thread = threading.get_ident()
-        with self._mutex:
-            # Ours already: an interrupt (Ctrl-C) came between taking it and using it.
-            if self._owner is None or self._owner == thread:
-                self._owner = thread
-                return
-            gate = threading.Lock()
-            gate.acquire()
-            self._waiters.append((thread, gate))
+        thread, gate = threading.get_ident(), threading.Lock()
+        gate.acquire()
         try:
+            with uninterrupted(), self._mutex:
+                # Ours already: an interrupt (Ctrl-C) came between taking it and using it.
+                if self._owner is None or self._owner == thread:
+                    self._owner = thread
+                    return
+                self._waiters.append((thread, gate))
             gate.acquire()  # opened by the owner before us, who has made us the owner
         except BaseException:
-            with self._mutex:
+            with uninterrupted(), self._mutex:
                 if (thread, gate) in self._waiters:
                     self._waiters.remove((thread, gate))
             if self._owner == thread:

@@ -110,7 +110,7 @@ class VectorCodec:
             numbers: `[n]` int64, of the pages in their sequences, one for each run of `N / n` vectors.
         """
         if not self.storage.is_quantised:
-            return x.to(self.storage.code_dtype), None
+            return _plain(x, self.storage.code_dtype), None
         y = x.float()
         if self._move is not None:
             y = self._move.apply(y, numbers)
@@ -152,6 +152,12 @@ def _runs(x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     return x.contiguous().view(*x.shape[:2], len(numbers), x.shape[2] // max(1, len(numbers)))
 
 
+def _plain(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Rounded to `dtype`. What rounding makes of the bits of a NaN differs between CPUs: it is one pattern here."""
+    codes = x.to(dtype)
+    return codes if dtype.itemsize >= x.dtype.itemsize else torch.where(x.isnan(), torch.nan, codes)
+
+
 # --- int8 -------------------------------------------------------------------------------------------------------------
 
 
@@ -173,7 +179,7 @@ def _encode_int4(y: torch.Tensor, group_dims: int, feedback: torch.Tensor | None
     A vector that is not finite has steps and floors of NaN, a constant group has a step of zero.
     """
     groups = torch.unflatten(y, 0, (-1, group_dims)).transpose(0, 1)  # [g, groups, K, N]
-    low = groups.amin(0)
+    low = groups.amin(0) + 0.0  # not -0: which zero is the least depends on where a vector stands
     step, floor = _bf16((groups.amax(0) - low) / 15), _bf16(low)
     finite = (step.isfinite() & floor.isfinite()).all(0)
     step = torch.where(step < _LEAST_STEP, 0.0, step)
@@ -181,7 +187,7 @@ def _encode_int4(y: torch.Tensor, group_dims: int, feedback: torch.Tensor | None
     if feedback is not None:
         codes = _fed_back(groups, step, floor, feedback)
     codes = torch.where(finite, codes, 0.0).to(torch.uint8)
-    scalars = torch.where(finite, torch.stack((step, floor), dim=1), torch.nan).to(torch.bfloat16)
+    scalars = torch.where(finite, torch.stack((step, floor), dim=1).to(torch.bfloat16), torch.nan)
     return codes.transpose(0, 1).flatten(0, 1), scalars
 
 

@@ -105,6 +105,11 @@ class PageTurns:
         cos, sin = self._table.index_select(0, numbers).permute(1, 2, 0).unsqueeze(2)
         return _turned(x, cos, sin, dim=0)
 
+    def table(self, num_pages: int) -> torch.Tensor:
+        """Cosines and sines of the pages from 0 on, `[num_pages, 2, D / 2]` float32 or longer, not to be changed."""
+        self._reach(num_pages)
+        return self._table
+
     def _reach(self, num_pages: int) -> None:
         have = len(self._table)
         if have >= num_pages:

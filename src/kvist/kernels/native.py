@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, TypedDict, cast
 
 from kvist.config import check_threads
@@ -49,6 +50,60 @@ class PageLayoutFields(TypedDict):
     formats: dict[str, StorageFormatFields]
 
 
+class PageLayer(Protocol):
+    """One layer in the pages of its group, for native kernels: made by `page_layer`."""
+
+
+class PageStep(Protocol):
+    """The pages of one layer group in one step, for native kernels: made by `page_step`."""
+
+    def attend(
+        self,
+        layer: PageLayer,
+        q: object,
+        out: object,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+        num_threads: int,
+    ) -> None:
+        """Attention of every token of the step over its own sequence.
+
+        Decoding and prompts, many sequences at once. A row of the result, one query head of one token, has the same
+        bits whatever else is in the step and however many threads there are.
+
+        Args:
+            layer: whose keys and values are read. Those of this step are in the pages already.
+            q: `[T, H, D]` bfloat16 or float32 with contiguous dims, a tensor or its DLPack capsule; query head `h`
+                reads KV head `h // group_size`.
+            out: as `q`; is overwritten.
+            scale: multiplies the scores.
+            window: tokens that a query sees, itself included; at most that of the step, which is the default.
+            softcap: scores `s` become `softcap * tanh(s / softcap)`.
+            sinks: `[H]` float32, the logit of a place that every query of a head may attend to and that holds nothing.
+            num_threads: how many threads work.
+
+        Raises:
+            ValueError: an argument has the wrong dtype, shape or strides, or a window is too large.
+        """
+
+    def append(self, layer: PageLayer, k: object, v: object, *, num_threads: int) -> None:
+        """Store a layer's keys and values of the step, one for each token.
+
+        The bytes are those of `PageCodec.write`, whatever the threads and the instruction set.
+
+        Args:
+            layer: whose they are.
+            k, v: `[T, K, D]` bfloat16 or float32 with contiguous dims, keys after rope; or DLPack capsules of them.
+            num_threads: how many threads may work.
+
+        Raises:
+            ValueError: an argument has the wrong dtype, shape or strides.
+        """
+
+
 class _Library(Protocol):
     """What `csrc/bindings.cpp` offers. Arguments out of bounds raise ValueError."""
 
@@ -64,6 +119,29 @@ class _Library(Protocol):
     def head_layout(self, keys: str, values: str, head_dim: int) -> tuple[int, int, int, int, int]: ...
     def code_place(self, side: str, format: str, head_dim: int, slot: int, dim: int) -> tuple[int, int]: ...
     def scalar_place(self, format: str, slot: int, group: int, scalar: int) -> int: ...
+    def PageLayer(  # noqa: N802
+        self,
+        keys: str,
+        values: str,
+        head_dim: int,
+        num_kv_heads: int,
+        offset: int,
+        key_offset: torch.Tensor | None,
+        key_scale: torch.Tensor | None,
+        key_feedback: torch.Tensor | None,
+        turns: int,
+    ) -> PageLayer: ...
+    def PageStep(  # noqa: N802
+        self,
+        pool: torch.Tensor,
+        page_bytes: int,
+        num_tokens: Sequence[int],
+        first_positions: Sequence[int],
+        first_numbers: Sequence[int],
+        page_tables: Sequence[torch.Tensor],
+        turns: Sequence[torch.Tensor],
+        window: int | None,
+    ) -> PageStep: ...
 
 
 def _module() -> _Library:
@@ -221,3 +299,59 @@ def code_place(side: str, storage_format: str, head_dim: int, slot: int, dim: in
 def scalar_place(storage_format: str, slot: int, group: int, scalar: int) -> int:
     """The byte in its region of one scalar of a group of dims."""
     return _module().scalar_place(storage_format, slot, group, scalar)
+
+
+# --- kernels over pages: csrc/pages.h ---------------------------------------------------------------------------------
+
+
+def page_layer(
+    keys: str,
+    values: str,
+    head_dim: int,
+    num_kv_heads: int,
+    offset: int,
+    *,
+    key_offset: torch.Tensor | None = None,
+    key_scale: torch.Tensor | None = None,
+    key_feedback: torch.Tensor | None = None,
+    turns: int = 0,
+) -> PageLayer:
+    """One layer in the pages of its group. It is made once with the cache, and copies what it is given.
+
+    Args:
+        keys, values: storage formats.
+        head_dim, num_kv_heads: `D` and `K`.
+        offset: byte of a page at which the layer begins.
+        key_offset, key_scale: `[K, D]` float32, of `KeyStatics`; None where keys are coded as they are.
+        key_feedback: `[K, groups, g, g]` float32, of `KeyStatics`; for int4 keys alone.
+        turns: which of a step's tables turns the layer's offset.
+    """
+    return _library().PageLayer(
+        keys, values, head_dim, num_kv_heads, offset, key_offset, key_scale, key_feedback, turns
+    )
+
+
+def page_step(
+    pool: torch.Tensor,
+    page_bytes: int,
+    *,
+    num_tokens: Sequence[int],
+    first_positions: Sequence[int],
+    first_numbers: Sequence[int],
+    page_tables: Sequence[torch.Tensor],
+    turns: Sequence[torch.Tensor] = (),
+    window: int | None = None,
+) -> PageStep:
+    """The pages of one layer group in one step. All that the layers' kernels rely on is checked here.
+
+    Args:
+        pool: `[P, stride]` uint8, whose rows are 64-byte aligned. It is kept alive.
+        page_bytes: of all layers.
+        num_tokens: of each span; their rows follow one another in `T`.
+        first_positions: of each span's first token in its sequence.
+        first_numbers: of the first page in each span's table.
+        page_tables: for each span `[n]` int64, its pages in the pool. They are copied.
+        turns: for each set of frequencies `[numbers, 2, D / 2]` float32, the table of `PageTurns`. They are kept.
+        window: tokens that a query of the group sees, itself included; None sees all.
+    """
+    return _library().PageStep(pool, page_bytes, num_tokens, first_positions, first_numbers, page_tables, turns, window)
