@@ -11,8 +11,8 @@ from kvist.cache.cache_view import CacheView
 from kvist.kernels import sdpa, split_attention
 from kvist.kv_format import KVFormat
 
-# Where several tokens of a sequence are computed at once, these go through PyTorch's own attention: it rounds as Hugging
-# Face models do, but in another way for another number of tokens.
+# Where several tokens of a sequence are computed at once, these go through PyTorch's own attention: it rounds as
+# Hugging Face models do, but in another way for another number of tokens.
 _PLAIN = (KVFormat("bf16", "bf16"), KVFormat("fp32", "fp32"))
 
 
