@@ -58,7 +58,7 @@ def evaluate(
     the divergence of the predictions (KL, nats per token), their agreement (how often the likeliest token is the
     same), and the perplexity of the text.
 
-    The defaults take many minutes: --windows 1, a shorter --window or --every 16 take less.
+    The defaults take some minutes, for a large model many: --windows 1, a shorter --window or --every 16 take less.
 
     With --compute bf16 every row contains what weights and compute in bf16 cost, too; the row of bf16 shows how much
     that is alone.
