@@ -108,3 +108,15 @@ def test_a_warning_is_a_line(kvist, monkeypatch):
     monkeypatch.setattr("kvist.cli.options.open_llm", warn)
     outcome = kvist("run", "hello")
     assert outcome.err == "note: something is slower than it could be\nerror: enough\n"
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_warning_of_a_library_is_not_taken_for_ours(kvist, monkeypatch):
+    def warn(*arguments, **named):
+        warnings.warn("a library is old", DeprecationWarning, stacklevel=2)
+        raise OptionError("enough")
+
+    monkeypatch.setattr("kvist.cli.options.open_llm", warn)
+    outcome = kvist("run", "hello")
+    assert "DeprecationWarning: a library is old" in outcome.err
+    assert "note:" not in outcome.err

