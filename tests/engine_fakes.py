@@ -10,9 +10,10 @@ from typing import cast
 
 import torch
 
-from kvist.cache.kv_cache import CacheView, kv_bytes_per_token
+from kvist.cache.kv_cache import CacheView
 from kvist.cache.page_layout import PAGE_SLOTS
 from kvist.cache.page_pool import page_stride
+from kvist.cache.plan import CachePlan
 from kvist.config import ModelConfig
 from kvist.errors import PromptError
 from kvist.kv_format import LayerFormats
@@ -43,7 +44,7 @@ def tiny_config(max_context: int = 1024) -> ModelConfig:
     )
 
 
-BYTES_PER_TOKEN = kv_bytes_per_token(tiny_config().layers, LayerFormats.parse("bf16"))
+BYTES_PER_TOKEN = CachePlan(tiny_config().layers, LayerFormats.parse("bf16"), 0, 1).bytes_per_token
 PAGE_BYTES = page_stride(BYTES_PER_TOKEN * PAGE_SLOTS)
 
 

@@ -12,7 +12,7 @@ import torch
 from cache_checks import check_books, committed_bytes
 from key_texts import identity_statics
 from kvist.cache import kv_cache, page_pool
-from kvist.cache.kv_cache import KVCache, Span, kv_bytes_per_token
+from kvist.cache.kv_cache import KVCache, Span
 from kvist.cache.page_codec import PageCodec
 from kvist.cache.page_layout import PAGE_SLOTS, PageLayout
 from kvist.cache.plan import CachePlan
@@ -95,8 +95,8 @@ def held_from(cache: KVCache, sequence: int, layer: int) -> int:
 
 
 def test_bytes_per_token_are_those_of_its_slots_in_all_layers() -> None:
-    assert kv_bytes_per_token((FULL, FULL), EXACT) == 2 * 2 * 2 * 16 * 4
-    assert kv_bytes_per_token((FULL, FULL), LayerFormats.parse("bf16")) == 2 * 2 * 2 * 16 * 2
+    assert CachePlan((FULL, FULL), EXACT, 0, 1).bytes_per_token == 2 * 2 * 2 * 16 * 4
+    assert CachePlan((FULL, FULL), LayerFormats.parse("bf16"), 0, 1).bytes_per_token == 2 * 2 * 2 * 16 * 2
     assert cache_of(64).bytes_per_token == 512
 
 

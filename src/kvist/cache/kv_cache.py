@@ -26,14 +26,14 @@ from kvist.cache.native_pages import NativePages
 from kvist.cache.page_codec import PageCodec
 from kvist.cache.page_pool import PagePool
 from kvist.cache.page_table import PageTable
-from kvist.cache.plan import CachePlan, kv_bytes_per_token
+from kvist.cache.plan import CachePlan
 from kvist.checks import check_integer, in_words, is_integer
 from kvist.config import CacheConfig, LayerConfig
 from kvist.errors import CacheFullError, ReservationError, RewindError, SequenceError
 from kvist.kernels.key_statics import KeyStatics
 from kvist.kv_format import KVFormat
 
-__all__ = ["CacheView", "KVCache", "Span", "kv_bytes_per_token"]
+__all__ = ["CacheView", "KVCache", "Span"]
 
 
 class KVCache:

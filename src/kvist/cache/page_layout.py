@@ -25,7 +25,7 @@ _FORMATS = storage_formats()
 
 
 def storage_format(name: str) -> StorageFormat:
-    """The storage format of a name in `config.KV_FORMATS`."""
+    """The storage format of a name in `kv_format.KV_FORMATS`."""
     return _FORMATS[name]
 
 

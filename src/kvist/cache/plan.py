@@ -24,11 +24,6 @@ from kvist.kv_format import LayerFormats
 from kvist.memory import binary_size
 
 
-def kv_bytes_per_token(layers: Sequence[LayerConfig], kv_format: LayerFormats) -> int:
-    """Bytes of one token's slots over all layers, what lies between them for alignment included."""
-    return PageLayout(layers, kv_format.of(len(layers))).page_bytes // PAGE_SLOTS
-
-
 @dataclass(frozen=True)
 class GroupPlan:
     """What a layer group costs.
@@ -65,7 +60,7 @@ class CachePlan:
     Attributes:
         kv_format: as given.
         groups: of the layers, full attention first, then the windows, ascending.
-        bytes_per_token: of one token's slots over all layers, as `kv_bytes_per_token` counts them.
+        bytes_per_token: of one token's slots over all layers, what lies between them for alignment included.
         least_bytes: a page of each group, without which no sequence can begin.
 
     Raises:
@@ -89,7 +84,7 @@ class CachePlan:
             )
             for group in layer_groups(layers)
         )
-        self.bytes_per_token = kv_bytes_per_token(layers, kv_format)
+        self.bytes_per_token = sum(group.layout.page_bytes for group in self.groups) // PAGE_SLOTS
         self.least_bytes = sum(group.stride for group in self.groups)
 
     def check_budget(self, memory_bytes: int) -> None:
