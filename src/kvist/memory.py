@@ -12,11 +12,6 @@ import psutil
 from kvist.checks import in_words, is_integer, is_number
 from kvist.errors import OptionError
 
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None  # type: ignore[assignment]
-
 _BYTE_UNITS = {
     "": 1, "b": 1,
     "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9, "t": 10**12, "tb": 10**12,
@@ -125,10 +120,13 @@ def _address_room() -> Iterator[int]:
 
     Half of it: each of the few pools of a cache reserves a range of the whole budget's size.
     """
-    if resource is not None:
-        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-        if limit != resource.RLIM_INFINITY:
-            yield (limit - int(psutil.Process().memory_info().vms)) // 2
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY:
+        yield (limit - int(psutil.Process().memory_info().vms)) // 2
 
 
 def _group_rooms(membership: Path, mount: Path) -> Iterator[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -164,19 +165,12 @@ def torch_forms(shape: AttentionShape) -> Iterator[tuple[str, Callable[[], torch
 
 def peak_flop_per_s(dtype: torch.dtype) -> float:
     """The fastest products of large matrices that PyTorch gives, operations per second: bf16, or int8 into int32."""
-    import time
-
-    size = 1024
-    if dtype == torch.int8:
-        left, right = (torch.randint(-127, 128, (size, size), dtype=torch.int8) for _ in range(2))
-        product: Callable[[], torch.Tensor] = lambda: torch._int_mm(left, right)  # noqa: E731
-    else:
-        a, b = (torch.randn(size, size).to(dtype) for _ in range(2))
-        product = lambda: a @ b  # noqa: E731
-    best = float("inf")
+    size, best = 1024, float("inf")
+    left, right = (torch.randint(-127, 128, (size, size)).to(dtype) for _ in range(2))
+    product = torch._int_mm if dtype == torch.int8 else torch.mm
     for _ in range(12):
         began_s = time.perf_counter()
-        product()
+        product(left, right)
         best = min(best, time.perf_counter() - began_s)
     return 2.0 * size**3 / best
 
