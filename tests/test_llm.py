@@ -30,6 +30,7 @@ from kvist import LLM, Completion, SamplingParams, TextDelta
 from kvist.cache.cache_view import Span
 from kvist.cache.page_layout import PAGE_SLOTS, storage_format
 from kvist.errors import CacheFullError, ContextFullError, OptionError, PromptError, StateError
+from kvist.kernels import native
 from kvist.kernels.codec import VectorCodec
 from kvist.loading import LoadedModel, load
 from kvist.models.step_inputs import StepInputs
@@ -373,7 +374,7 @@ def test_it_tells_what_it_is() -> None:
     llm = fake_llm()
     assert (llm.model_name, llm.weights_format, llm.weights_bytes, llm.kv_format) == ("fake", "fp32", 12, "bf16")
     assert (llm.max_context, llm.config.model_type) == (1024, "fake")
-    assert llm.kernel
+    assert llm.kernel == f"native {native.isa()}"
 
 
 def test_an_interrupt_leaves_the_llm_as_it_was() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from key_texts import statics_of
-from kvist.attention.attend import attend, attend_splits
+from kvist.attention.attend import attend
 from kvist.cache.kv_cache import KVCache, Span
 from kvist.config import CacheConfig, LayerConfig
 from kvist.kernels.key_statics import KeyStatics
@@ -31,7 +31,6 @@ CASES = [
     *((shape, FORMATS[0]) for shape in (GEMMA, Shape(4, 4, 80), Shape(4, 2, 96), Shape(8, 1, 128), Shape(4, 2, 8))),
     (GEMMA, FORMATS[-1]),
 ]
-PLAIN = FORMATS[:2]
 WINDOW = 70
 WINDOWS = (None, WINDOW, 1)
 LENGTH = 333
@@ -67,7 +66,7 @@ class Text:
         for index, layer in enumerate(self.layers):
             view.write(index, k, v)
             mixed.append(
-                _kernel(self.cache.formats[index])(
+                attend(
                     q,
                     view,
                     index,
@@ -94,11 +93,6 @@ class Text:
         stop = self.length if stop is None else stop
         stops = [*range(self.cache.length(sequence) + size, stop, size), stop]
         return torch.cat([self.step(self.part(sequence, each))[0] for each in stops], dim=1)
-
-
-def _kernel(kv_format: KVFormat) -> Callable[..., torch.Tensor]:
-    """What runs for the format; for plain ones, which still go through PyTorch's own attention, what will."""
-    return attend_splits if kv_format in PLAIN else attend
 
 
 @cache

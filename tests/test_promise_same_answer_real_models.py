@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvist.attention import GroupedQueryAttention
-from kvist.attention.attend import attend, attend_splits
+from kvist.attention.attend import attend
 from kvist.cache.kv_cache import KVCache, Span
 from kvist.config import CacheConfig
 from kvist.kv_format import LayerFormats
@@ -71,8 +71,6 @@ class Runner:
         statics = model.key_statics() if formats.quantised_keys else None
         self._cache = KVCache(model.config.layers, CacheConfig(formats, 1 << 30), key_statics=statics)
         self._model, self._projected = model, projected
-        # What runs; for plain formats, which still go through PyTorch's own attention, what will.
-        self._kernel = attend_splits if kv_format in ("bf16", "fp32") else attend
 
     def open(self) -> int:
         return self._cache.open()
@@ -89,7 +87,7 @@ class Runner:
             shape = self._model.config.layers[layer]
             view.write(layer, k[rows], v[rows])
             mixed.append(
-                self._kernel(
+                attend(
                     q[rows],
                     view,
                     layer,

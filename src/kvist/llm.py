@@ -136,9 +136,8 @@ class LLM:
 
     @property
     def kernel(self) -> str:
-        """Which kernel attends over the cache; where layers have several, all of them."""
-        formats = self._engine.cache.formats
-        return ", ".join(sorted({kernel_name(kv_format, self._engine.cache.device) for kv_format in formats}))
+        """Which kernel attends over the cache."""
+        return kernel_name(self._engine.cache.device)
 
     @property
     def max_context(self) -> int:

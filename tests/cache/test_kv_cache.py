@@ -15,6 +15,7 @@ from kvist.cache import kv_cache, page_pool
 from kvist.cache.kv_cache import KVCache, Span
 from kvist.cache.page_codec import PageCodec
 from kvist.cache.page_layout import PAGE_SLOTS, PageLayout
+from kvist.cache.page_table import PageRules, pages_of
 from kvist.cache.plan import CachePlan
 from kvist.config import CacheConfig, LayerConfig
 from kvist.errors import CacheFullError, KvistError, OptionError, ReservationError, RewindError, SequenceError
@@ -526,7 +527,6 @@ def test_pages_that_no_query_sees_are_dropped_behind_the_slack(slack: int) -> No
 def test_a_window_has_a_bounded_number_of_pages(step: int) -> None:
     cache = cache_of(2000, (WINDOWED,))
     rules = cache.groups[0].rules
-    assert rules.most_live == -(-(WINDOW + SLACK + MAX_STEP) // PAGE_SLOTS) + 1
     sequence = cache.open()
     assert cache.reserve(sequence, 10**6)
     most = 0
@@ -536,6 +536,15 @@ def test_a_window_has_a_bounded_number_of_pages(step: int) -> None:
         append(cache, sequence, *range(start, start + step))
     assert most <= rules.most_live
     assert step < MAX_STEP or most >= rules.most_live - 1
+
+
+@pytest.mark.parametrize("window", [1, 2, 63, 64, 65])
+@pytest.mark.parametrize("slack", [0, 1, 64])
+@pytest.mark.parametrize("step", [1, 2, 63, 64, 200])
+def test_the_most_pages_are_those_of_the_worst_length(window: int, slack: int, step: int) -> None:
+    rules = PageRules(window, slack, step)
+    worst = max(pages_of(length + step) - rules.first_needed(length) for length in range(1000))
+    assert rules.most_live == worst
 
 
 @pytest.mark.parametrize("length", [163, 164, 227, 228, 400])

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 
 from key_texts import random, statics_of
 from kvist.kernels.codec import VectorCodec, _encode_int4, storage_formats
 from kvist.kernels.key_statics import KeyStatics
-from kvist.kernels.reference import fed_back_codes
 from kvist.kernels.rotation import rotate
 from kvist.kv_format import KV_FORMATS
 
@@ -107,6 +108,29 @@ def test_a_floor_beyond_bf16_is_not_finite() -> None:
     assert scalars[:, :, 0, 0].isnan().all()
     assert not codes.any()
     assert not scalars[:, :, 0, 1].any()
+
+
+def fed_back_codes(
+    values: Sequence[np.float32], step: np.float32, floor: np.float32, feedback: Sequence[Sequence[np.float32]]
+) -> list[int]:
+    """The int4 codes of one group of one vector, rounded from its last dim to its first.
+
+    What is lost in a dim, between its value and `floor + code * step`, moves the targets of the dims before it. Each
+    operation rounds to float32 by itself.
+
+    Args:
+        values: of the group's dims.
+        step, floor: of the group.
+        feedback: by the dim that was rounded, then by the dim that it moves.
+    """
+    inverse = np.float32(1) / step if step > 0 else np.float32(0)
+    targets, codes = list(values), [0] * len(values)
+    for dim in reversed(range(len(values))):
+        codes[dim] = int(min(max(np.rint((targets[dim] - floor) * inverse), 0), 15))
+        error = floor + np.float32(codes[dim]) * step - values[dim]
+        for moved in range(dim):
+            targets[moved] -= feedback[dim][moved] * error
+    return codes
 
 
 @pytest.mark.parametrize("head_dim", [8, 64, 80])

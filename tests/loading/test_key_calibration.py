@@ -80,7 +80,8 @@ def test_the_queries_and_keys_looked_at_are_those_that_attention_takes(
     attend = grouped_query.attend
 
     def recorded(q: torch.Tensor, cache: Any, layer: int, **options: Any) -> torch.Tensor:
-        attended.append((q.clone(), cache.read(layer, 0)[0].clone(), options))
+        keys, _ = cache.read_split(layer, 0, 0, len(q))
+        attended.append((q.clone(), keys.to(dtype), options))
         return attend(q, cache, layer, **options)
 
     def moments(*arguments: torch.Tensor) -> Any:

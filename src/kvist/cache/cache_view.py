@@ -9,12 +9,11 @@ import torch
 
 from kvist.cache.native_pages import NativePages
 from kvist.cache.page_codec import PageCodec
-from kvist.cache.page_layout import PAGE_SLOTS, LayerGroup, storage_format
+from kvist.cache.page_layout import PAGE_SLOTS, LayerGroup
 from kvist.cache.page_pool import PagePool
 from kvist.cache.page_table import PageRules, PageTable, pages_of
 from kvist.errors import SequenceError
 from kvist.kernels.native import PageStep
-from kvist.kv_format import KVFormat
 
 
 @dataclass(frozen=True)
@@ -132,11 +131,6 @@ class CacheView:
             self._write_pages[group] = torch.tensor(pages, dtype=torch.int64, device=self._positions.device)
         of.codec.write(of.pool.pages, row, self._write_pages[group], self._slots, self._numbers, k, v)
 
-    def format(self, layer: int) -> KVFormat:
-        """How a layer's keys and values are stored."""
-        group, row = self._place(layer)
-        return self.groups[group].codec.layout.layers[row].kv_format
-
     def is_native(self, layer: int) -> bool:
         """Whether native kernels can work on the layer's pages."""
         return self.groups[self._place(layer)[0]].native is not None
@@ -161,17 +155,6 @@ class CacheView:
         if native is None:
             raise ValueError(f"the pages of layer {layer} are not on the CPU: read them instead")
         return native.attend(self._native_step(group, native), row, q, scale=scale, window=window)
-
-    def read(self, layer: int, index: int, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values `[K, L - start, D]` of span `index`'s sequence, from position `start` to this step's last.
-
-        A layer in a plain format only, in the dtype of that format.
-        """
-        whole = start // PAGE_SLOTS * PAGE_SLOTS
-        stop = self.first_positions[index] + self.spans[index].num_tokens
-        k, v = self.read_split(layer, index, whole, stop)
-        dtype = storage_format(self.format(layer).keys).code_dtype
-        return k[:, start - whole :].to(dtype), v[:, start - whole :].to(dtype)
 
     def read_split(self, layer: int, index: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a run of positions of span `index`'s sequence, this step's included.

@@ -46,11 +46,11 @@ class PageRules:
         """The most pages that a sequence of any length has at once; None where that has no bound.
 
         They hold the window of a step's first query, the slack before it and the step's own tokens, a run that begins
-        and ends anywhere in a page.
+        and ends anywhere in a page. From its first token to its last are `window - 1 + slack + step - 1` positions.
         """
         if self.window is None:
             return None
-        return pages_of(self.window + self.rewind_slack_tokens + self.max_step_tokens) + 1
+        return pages_of(self.window + self.rewind_slack_tokens + self.max_step_tokens - 2) + 1
 
     def most_pages(self, num_tokens: int) -> int:
         """The most pages that a sequence has at once while it grows from nothing to `num_tokens`."""

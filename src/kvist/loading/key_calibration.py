@@ -19,7 +19,6 @@ from kvist.config import CacheConfig, ModelConfig
 from kvist.errors import ModelFileError, NumericsError, OptionError
 from kvist.kernels import native
 from kvist.kernels.key_statics import KeyStatics, key_moments, key_statics
-from kvist.kernels.reference import visible
 from kvist.kv_format import LayerFormats
 from kvist.loading.progress import Progress
 from kvist.loading.tokenizer import Tokenizer
@@ -29,7 +28,7 @@ from kvist.models.decoder import Decoder
 from kvist.models.step_inputs import StepInputs
 
 # Raise it whenever the same model and text would give other values.
-_RECIPE_VERSION = 1
+_RECIPE_VERSION = 2
 
 _WINDOW_TOKENS = 2048
 # A page's worth: fewer say too little about a model's keys.
@@ -139,7 +138,9 @@ def received_attention(q: torch.Tensor, k: torch.Tensor, *, scale: float, window
     for start in range(0, num_tokens, _QUERIES_AT_ONCE):
         stop = min(start + _QUERIES_AT_ONCE, num_tokens)
         first = 0 if window is None else max(0, start - window + 1)
-        unseen = ~visible(stop - start, stop - first, window, q.device)
+        query = torch.arange(start, stop, device=q.device).unsqueeze(1)
+        key = torch.arange(first, stop, device=q.device)
+        unseen = key > query if window is None else (key > query) | (key <= query - window)
         mask = torch.zeros(unseen.shape, device=q.device).masked_fill_(unseen, float("-inf"))
         for head in range(len(queries)):
             kv_head = head * num_kv_heads // len(queries)
