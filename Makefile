@@ -1,6 +1,7 @@
 # make demo    a real model answers a prompt
 # make test    the whole suite
 # make lint    ruff and mypy
+# make sanitize    the whole suite over a native library with AddressSanitizer and UndefinedBehaviorSanitizer
 # Everything happens in .venv, with the versions of constraints.txt.
 
 VENV ?= .venv
@@ -15,17 +16,19 @@ PYTHON := $(shell for p in python3 python3.13 python3.12 python3.11; do \
 endif
 
 BIN := $(VENV)/bin
+SANITIZED := $(VENV)-sanitized
 # constraints.txt holds for the isolated build too: older pip reads the first variable there, newer pip the second.
 PIP_INSTALL := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
 	$(BIN)/python -m pip install --disable-pip-version-check
 NATIVE_SOURCES := CMakeLists.txt pyproject.toml constraints.txt $(shell find csrc -type f)
 
-.PHONY: help demo test bench lint clean
+.PHONY: help demo test sanitize bench lint clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make demo    set up $(VENV), fetch a small model and let it answer a prompt (DEMO_PROMPT=...)'
 	@echo 'make test    set up $(VENV) and run the whole suite (PYTEST_ARGS=...)'
+	@echo 'make sanitize  the suite over a library with sanitizers (PYTEST_ARGS=...)'
 	@echo 'make lint    ruff check, ruff format --check, mypy'
 	@echo 'make bench   how fast this machine reads memory'
 	@echo 'make clean   remove $(VENV), build products and caches of tools'
@@ -41,6 +44,17 @@ test: $(VENV)/.installed-dev
 		|| echo "WARNING: $$model could not be fetched: the tests that need it will be SKIPPED" >&2; \
 	done
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# The library lies in an environment of its own, which sees the packages of .venv. Leaks are not looked for: the
+# interpreter and PyTorch keep much until they end.
+sanitize: $(VENV)/.installed-dev
+	$(BIN)/python -m venv --without-pip $(SANITIZED)
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > "$$($(SANITIZED)/bin/python -c \
+		"import sysconfig; print(sysconfig.get_path('purelib'))")/packages.pth"
+	$(subst -m pip,-m pip --python $(SANITIZED)/bin/python,$(PIP_INSTALL)) --no-deps \
+		--config-settings=cmake.define.KVIST_SANITIZE=ON --editable .
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
+		ASAN_OPTIONS=detect_leaks=0 $(SANITIZED)/bin/python -m pytest $(PYTEST_ARGS)
 
 bench: $(VENV)/.installed
 	$(BIN)/kvist bench bandwidth
@@ -72,5 +86,5 @@ $(VENV)/pyvenv.cfg:
 	$(PYTHON) -m venv $(VENV)
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SANITIZED) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
