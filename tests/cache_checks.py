@@ -19,7 +19,7 @@ def check_books(cache: KVCache) -> None:
     """Every page is free or in use, its owners are those that have it, and the account is within the budget."""
     sequences = list(cache._sequences.values())
     for index, group in enumerate(cache.groups):
-        pool, window = group.pool, group.layers.window
+        pool, window = group.pool, group.layer_group.window
         owners: Counter[int] = Counter()
         for sequence in sequences:
             table = sequence.tables[index]
@@ -31,11 +31,25 @@ def check_books(cache: KVCache) -> None:
             else:
                 assert table.first == 0
             assert sequence.length <= sequence.reserved
-        assert pool.pages_free + pool.pages_in_use == pool.max_pages
+        assert pages_free(pool) + pool.pages_in_use == pool.max_pages
         assert pool.pages_in_use == len(owners)
         assert all(pool.owners(page) == count for page, count in owners.items())
-    assert cache.committed_bytes == sum(group.pool.bytes_in_use for group in cache.groups)
-    assert cache.committed_bytes <= cache.used_bytes <= cache.config.memory_bytes
+    assert bytes_in_use(cache) <= cache.used_bytes <= cache.config.memory_bytes
+
+
+def bytes_in_use(cache: KVCache) -> int:
+    """Bytes of the pages in use alone, without those that are promised."""
+    return sum(group.pool.bytes_in_use for group in cache.groups)
+
+
+def reserved_tokens(cache: KVCache, sequence_id: int) -> int:
+    """Tokens that a sequence may grow to; its length where it has nothing reserved."""
+    return cache._sequences[sequence_id].reserved
+
+
+def pages_free(pool: PagePool) -> int:
+    """How many pages of a pool could be taken."""
+    return len(pool._returned) + pool.max_pages - pool._untouched
 
 
 def committed_bytes(pool: PagePool) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvist.errors import OptionError
-from kvist.kv_format import KVFormat, LayerFormats
+from kvist.kv_format import KVFormat, LayerFormats, check_distinct
 
 
 @pytest.mark.parametrize(
@@ -45,6 +45,10 @@ def test_a_kv_format_is_read_and_written(text: str, expected: KVFormat, shortest
         (
             "keys=bf16,v=bf16",
             "kv_format 'keys=bf16,v=bf16': 'keys=bf16' is neither k=FORMAT nor v=FORMAT; write it like ",
+        ),
+        (
+            "k=int8;v=int4",
+            "kv_format 'k=int8;v=int4': a comma separates the sides, not ';'; write it like k=int8,v=int4",
         ),
         ("k=bf16,bf16", "kv_format 'k=bf16,bf16': 'bf16' is neither k=FORMAT nor v=FORMAT; write it like "),
     ],
@@ -119,3 +123,11 @@ def test_a_layer_that_the_model_does_not_have_is_refused() -> None:
 )
 def test_who_needs_statics_says_so(text: str, quantised: bool) -> None:
     assert LayerFormats.parse(text).quantised_keys is quantised
+
+
+def test_formats_are_told_apart_by_what_they_mean() -> None:
+    formats = tuple(map(LayerFormats.parse, ("int8", "int4", "int8/0:int4")))
+    assert check_distinct(formats) == formats
+    for same in ("int8", " int8 ", "k=int8,v=int8", "int8/3:int8"):
+        with pytest.raises(OptionError, match="kv_format int8 is there twice: keep one"):
+            check_distinct([*formats, LayerFormats.parse(same)])

@@ -292,7 +292,7 @@ def test_the_cache_takes_half_of_the_available_memory_unless_told(monkeypatch: p
 
 def test_a_machine_that_is_full_says_what_the_cache_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvist.memory.available_bytes", lambda: 0)
-    with pytest.raises(OptionError, match=r"kv_memory is 1 bytes: .* \(8,192 bytes\), a page of 64 tokens"):
+    with pytest.raises(OptionError, match=r"kv_memory is 1 byte: .* \(8,192 bytes\), a page of 64 tokens"):
         fake_llm(kv_memory=None)
 
 
@@ -333,7 +333,7 @@ def test_quantised_keys_are_coded_with_the_statics_of_the_model(
 @pytest.mark.parametrize(
     ("kv_format", "kv_memory", "message"),
     [
-        ("int8", 1, "kv_memory is 1 bytes"),
+        ("int8", 1, "kv_memory is 1 byte"),
         ("int4", None, "int4 cannot take a head dim of 4"),
         ("int8/7:int4", None, "names layer 7"),
     ],

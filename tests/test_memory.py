@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from kvist.errors import OptionError
-from kvist.memory import MemoryBudget, available_bytes, binary_size
+from kvist.memory import MemoryBudget, available_bytes, binary_size, distinct_sizes
 
 V2 = ("memory.max", "memory.current", "inactive_file")
 V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
@@ -71,6 +71,40 @@ def test_read_files_that_may_be_forgotten_are_room(
 ) -> None:
     group(tmp_path / root, names, str(8 * GIB), 8 * GIB, cached=3 * GIB)
     assert available(tmp_path, membership) == 3 * GIB
+
+
+def test_the_lower_of_two_limits_holds(tmp_path: Path) -> None:
+    group(tmp_path, V2, str(8 * GIB), 1 * GIB)
+    for high, left in (("max", 7 * GIB), (str(3 * GIB), 2 * GIB), (str(9 * GIB), 7 * GIB)):
+        (tmp_path / "memory.high").write_text(f"{high}\n")
+        assert available(tmp_path, "0::/\n") == left
+    (tmp_path / "memory.max").write_text("max\n")
+    assert available(tmp_path, "0::/\n") == 8 * GIB  # memory.high alone
+
+
+@pytest.mark.parametrize(
+    "statistics", [None, "", "nonsense\n", "inactive_file many\n", "inactive_file\n", "\u00e4 7\n"]
+)
+def test_a_limit_holds_whatever_the_statistics_say(tmp_path: Path, statistics: str | None) -> None:
+    group(tmp_path, V2, str(8 * GIB), 3 * GIB, cached=GIB)
+    (tmp_path / "memory.stat").unlink()
+    if statistics is not None:
+        (tmp_path / "memory.stat").write_text(statistics, encoding="utf-8")
+    assert available(tmp_path, "0::/\n") == 5 * GIB
+
+
+def test_a_limit_without_what_is_used_says_nothing(tmp_path: Path) -> None:
+    group(tmp_path, V2, str(8 * GIB), 3 * GIB)
+    (tmp_path / "memory.current").unlink()
+    assert available(tmp_path, "0::/\n") == 64 * GIB
+
+
+def test_a_line_that_names_no_group_is_passed_over(tmp_path: Path) -> None:
+    group(tmp_path, V2, str(8 * GIB), 3 * GIB)
+    assert available(tmp_path, "\nnonsense\n0:\n0::/\n") == 5 * GIB
+    (tmp_path / "odd").write_bytes(b"1:\xff:/\xff\n0::/\n")
+    assert available_bytes(tmp_path / "odd", tmp_path) == 5 * GIB
+    assert available(tmp_path, "nonsense\n") == 64 * GIB
 
 
 def test_a_group_that_is_over_its_limit_leaves_nothing(tmp_path: Path) -> None:
@@ -147,6 +181,7 @@ def test_what_is_no_size_is_told_why(given: object, message: str) -> None:
     ("num_bytes", "text"),
     [
         (0, "0 bytes"),
+        (1, "1 byte"),
         (1023, "1,023 bytes"),
         (1024, "1.0 KiB"),
         (3 * 2**19, "1.5 MiB"),
@@ -156,6 +191,19 @@ def test_what_is_no_size_is_told_why(given: object, message: str) -> None:
 )
 def test_a_size_is_said_in_the_units_that_are_read(num_bytes: int, text: str) -> None:
     assert binary_size(num_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "texts"),
+    [
+        (2 * GIB, 3 * GIB, ("2.0 GiB", "3.0 GiB")),
+        (GIB, GIB + 1, ("1,073,741,824 bytes", "1,073,741,825 bytes")),
+        (GIB, GIB, ("1.0 GiB", "1.0 GiB")),
+        (0, 1, ("0 bytes", "1 byte")),
+    ],
+)
+def test_two_sizes_that_differ_are_said_in_other_words(one: int, other: int, texts: tuple[str, str]) -> None:
+    assert distinct_sizes(one, other) == texts
 
 
 def test_numpys_numbers_are_numbers() -> None:

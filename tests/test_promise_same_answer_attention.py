@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import pytest
@@ -24,12 +24,27 @@ class Shape:
     head_dim: int
 
 
+@dataclass(frozen=True)
+class Case:
+    """A shape in a format, over pages for native kernels or for those in PyTorch."""
+
+    shape: Shape
+    kv_format: KVFormat
+    native: bool = True
+
+    def __str__(self) -> str:
+        shape, kernel = self.shape, "" if self.native else " torch"
+        return f"{shape.num_heads}x{shape.num_kv_heads}x{shape.head_dim} {self.kv_format}{kernel}"
+
+
 SMOLLM2, GEMMA = Shape(9, 3, 64), Shape(4, 1, 256)
 FORMATS = [*(KVFormat(name, name) for name in KV_FORMATS), KVFormat("int8", "int4")]
 CASES = [
-    *((SMOLLM2, kv_format) for kv_format in FORMATS),
-    *((shape, FORMATS[0]) for shape in (GEMMA, Shape(4, 4, 80), Shape(4, 2, 96), Shape(8, 1, 128), Shape(4, 2, 8))),
-    (GEMMA, FORMATS[-1]),
+    *(Case(SMOLLM2, kv_format) for kv_format in FORMATS),
+    *(Case(shape, FORMATS[0]) for shape in (GEMMA, Shape(4, 4, 80), Shape(4, 2, 96), Shape(8, 1, 128), Shape(4, 2, 8))),
+    Case(GEMMA, FORMATS[-1]),
+    Case(SMOLLM2, KVFormat("int8", "int4"), native=False),
+    Case(Shape(4, 1, 16), KVFormat("bf16", "bf16"), native=False),
 ]
 WINDOW = 70
 WINDOWS = (None, WINDOW, 1)
@@ -39,14 +54,17 @@ LENGTH = 333
 class Text:
     """Random queries, keys and values of one sequence, and a cache of one layer for each window."""
 
-    def __init__(self, shape: Shape, kv_format: KVFormat, length: int = LENGTH, seed: int = 0) -> None:
-        self.shape, self.length = shape, length
+    def __init__(self, case: Case, length: int = LENGTH, seed: int = 0) -> None:
+        shape = case.shape
+        self.case, self.shape, self.length = case, shape, length
         self.layers = [LayerConfig(shape.num_kv_heads, shape.head_dim, window) for window in WINDOWS]
         self.cache = KVCache(
             self.layers,
-            CacheConfig(LayerFormats(kv_format), 1 << 28),
+            CacheConfig(LayerFormats(case.kv_format), 1 << 28),
             key_statics=[_statics(shape)] * len(self.layers),
         )
+        if not case.native:
+            self.cache.groups = tuple(replace(group, native=None) for group in self.cache.groups)
         self.q, self.k, self.v = self.random(length, seed)
 
     def random(self, length: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -63,18 +81,9 @@ class Text:
         view = self.cache.view(spans)
         q, k, v = (torch.cat(parts) for parts in list(zip(*runs, strict=True))[1:])
         mixed = []
-        for index, layer in enumerate(self.layers):
+        for index in range(len(self.layers)):
             view.write(index, k, v)
-            mixed.append(
-                attend(
-                    q,
-                    view,
-                    index,
-                    num_kv_heads=layer.num_kv_heads,
-                    scale=self.shape.head_dim**-0.5,
-                    window=layer.window,
-                )
-            )
+            mixed.append(attend(q, view, index, scale=self.shape.head_dim**-0.5))
         self.cache.commit(view)
         return list(torch.stack(mixed).split([span.num_tokens for span in spans], dim=1))
 
@@ -100,14 +109,9 @@ def _statics(shape: Shape) -> KeyStatics:
     return statics_of(shape.head_dim, shape.num_kv_heads)
 
 
-def _name(case: tuple[Shape, KVFormat]) -> str:
-    shape, kv_format = case
-    return f"{shape.num_heads}x{shape.num_kv_heads}x{shape.head_dim} {kv_format}"
-
-
-@pytest.fixture(params=CASES, ids=_name)
+@pytest.fixture(params=CASES, ids=str)
 def text(request: pytest.FixtureRequest) -> Text:
-    return Text(*request.param)
+    return Text(request.param)
 
 
 @pytest.fixture(autouse=True)
@@ -119,18 +123,18 @@ def _two_threads() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def alone() -> dict[tuple[Shape, KVFormat], torch.Tensor]:
+def alone() -> dict[Case, torch.Tensor]:
     """What each text gives cold, on one thread."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    results = {case: Text(*case).cold() for case in CASES}
+    results = {case: Text(case).cold() for case in CASES}
     torch.set_num_threads(before)
     return results
 
 
 @pytest.fixture
-def expected(text: Text, alone: dict[tuple[Shape, KVFormat], torch.Tensor]) -> torch.Tensor:
-    return alone[text.shape, text.cache.formats[0]]
+def expected(text: Text, alone: dict[Case, torch.Tensor]) -> torch.Tensor:
+    return alone[text.case]
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])

@@ -70,7 +70,7 @@ class Runner:
         formats = LayerFormats.parse(kv_format)
         statics = model.key_statics() if formats.quantised_keys else None
         self._cache = KVCache(model.config.layers, CacheConfig(formats, 1 << 30), key_statics=statics)
-        self._model, self._projected = model, projected
+        self._projected = projected
 
     def open(self) -> int:
         return self._cache.open()
@@ -84,18 +84,8 @@ class Runner:
         view = self._cache.view([Span(s, stop - start) for start, (s, stop) in zip(starts, runs, strict=True)])
         mixed = []
         for layer, (q, k, v) in self._projected.items():
-            shape = self._model.config.layers[layer]
             view.write(layer, k[rows], v[rows])
-            mixed.append(
-                attend(
-                    q[rows],
-                    view,
-                    layer,
-                    num_kv_heads=shape.num_kv_heads,
-                    scale=shape.head_dim**-0.5,
-                    window=shape.window,
-                )
-            )
+            mixed.append(attend(q[rows], view, layer, scale=q.shape[-1] ** -0.5))
         self._cache.commit(view)
         return list(torch.stack(mixed).split([len(range(a, b)) for a, (_, b) in zip(starts, runs, strict=True)], 1))
 

@@ -11,6 +11,9 @@ from kvist.errors import OptionError, did_you_mean, shown
 KV_FORMATS = ("bf16", "fp32", "int8", "int4")
 """What one side, keys or values, can be stored in."""
 
+QUANTISED_FORMATS = ("int8", "int4")
+"""Those of them that store codes and what a code is worth, rather than the numbers."""
+
 # What other tools call a format, or one that is near to it here.
 _NAMES_ELSEWHERE = {
     "auto": "bf16", "bfloat16": "bf16", "f16": "bf16", "fp16": "bf16", "float16": "bf16", "half": "bf16",
@@ -50,6 +53,8 @@ class KVFormat:
         if "=" not in text:
             name = text.strip()
             return cls(name, name)
+        if ";" in text:
+            raise OptionError(f"kv_format '{text}': a comma separates the sides, not ';'; write it like k=int8,v=int4")
         formats: dict[str, str] = {}
         for part in text.split(","):
             letter, _, name = (word.strip() for word in part.partition("="))
@@ -72,7 +77,7 @@ class KVFormat:
     @property
     def quantised_keys(self) -> bool:
         """Whether keys are coded with statics of the model."""
-        return self.keys in ("int8", "int4")
+        return self.keys in QUANTISED_FORMATS
 
 
 @dataclass(frozen=True)
@@ -138,6 +143,19 @@ class LayerFormats:
         for layer, kv_format in exceptions:
             by_format.setdefault(kv_format, []).append(layer)
         return "/".join([str(self.default), *(f"{_ranges(layers)}:{name}" for name, layers in by_format.items())])
+
+
+def check_distinct(formats: Iterable[LayerFormats]) -> tuple[LayerFormats, ...]:
+    """The formats, each of which must be there once.
+
+    Raises:
+        OptionError: one is there twice, perhaps in other words.
+    """
+    by_name: dict[str, LayerFormats] = {}
+    for kv_format in formats:
+        if by_name.setdefault(str(kv_format), kv_format) is not kv_format:
+            raise OptionError(f"kv_format {kv_format} is there twice: keep one")
+    return tuple(by_name.values())
 
 
 # A model of more layers than any: so that a slip does not write out millions of numbers.

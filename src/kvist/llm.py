@@ -126,8 +126,7 @@ class LLM:
         layers = loaded.config.layers
         cache_config = CacheConfig(formats, budget.resolve(), max_step_tokens=engine_config.max_step_tokens)
         # Statics may take minutes: what the cache would refuse is refused before.
-        plan = CachePlan(layers, formats, cache_config.rewind_slack_tokens, cache_config.max_step_tokens)
-        plan.check_budget(cache_config.memory_bytes)
+        CachePlan.checked(layers, cache_config)
         statics = loaded.key_statics(progress) if formats.quantised_keys else None
         cache = KVCache(layers, cache_config, key_statics=statics)
         self._engine = Engine(

@@ -95,13 +95,23 @@ def _no_size(given: object, why: str = ": write it like 512MiB, or 50% of what i
 def binary_size(num_bytes: int) -> str:
     """A size for a person, in the units that `kv_memory` takes: `640 bytes`, `1.5 MiB`, `2,048.0 TiB`."""
     if num_bytes < 1024:
-        return f"{num_bytes:,} bytes"
+        return _in_bytes(num_bytes)
     size, unit = num_bytes / 1024, "KiB"
     for larger in ("MiB", "GiB", "TiB"):
         if size < 1024:
             break
         size, unit = size / 1024, larger
     return f"{size:,.1f} {unit}"
+
+
+def distinct_sizes(one: int, other: int) -> tuple[str, str]:
+    """Two sizes for a person to compare: as `binary_size` says them, in bytes where it says two in the same words."""
+    texts = binary_size(one), binary_size(other)
+    return texts if one == other or texts[0] != texts[1] else (_in_bytes(one), _in_bytes(other))
+
+
+def _in_bytes(num_bytes: int) -> str:
+    return f"{num_bytes:,} byte{'s' * (num_bytes != 1)}"
 
 
 def available_bytes(membership: Path = _MEMBERSHIP, mount: Path = _MOUNT) -> int:
@@ -129,22 +139,43 @@ def _address_room() -> Iterator[int]:
         yield (limit - int(psutil.Process().memory_info().vms)) // 2
 
 
+@dataclass(frozen=True)
+class _GroupFiles:
+    """What the files of a control group are called.
+
+    Attributes:
+        limits: of its memory; the lowest holds. Above `memory.high` the system takes memory back and slows down.
+        used: how much it has.
+        cached: in its statistics, what it could forget.
+    """
+
+    limits: tuple[str, ...]
+    used: str
+    cached: str
+
+
+_VERSION_1 = _GroupFiles(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
+_VERSION_2 = _GroupFiles(("memory.max", "memory.high"), "memory.current", "inactive_file")
+
+
 def _group_rooms(membership: Path, mount: Path) -> Iterator[int]:
     """What each limit on this process leaves. One holds for a group and all groups below it."""
     try:
-        lines = membership.read_text(encoding="utf-8").splitlines()
+        lines = membership.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:  # not Linux
         return
     for line in lines:
-        _, controllers, path = line.split(":", 2)
+        _, *fields = line.split(":", 2)
+        if len(fields) != 2:  # not a line as the kernel writes it
+            continue
+        controllers, path = fields
         if controllers == "":
-            yield from _rooms(mount, path, "memory.max", "memory.current", "inactive_file")
+            yield from _rooms(mount, path, _VERSION_2)
         elif "memory" in controllers.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            yield from _rooms(mount / "memory", path, *names)
+            yield from _rooms(mount / "memory", path, _VERSION_1)
 
 
-def _rooms(root: Path, path: str, limit_name: str, used_name: str, cached_name: str) -> Iterator[int]:
+def _rooms(root: Path, path: str, names: _GroupFiles) -> Iterator[int]:
     """The same for one kind of groups, from the root down to the process's own.
 
     A container often sees its own group as the root, and the path as it is outside: what does not exist is passed over.
@@ -152,10 +183,24 @@ def _rooms(root: Path, path: str, limit_name: str, used_name: str, cached_name: 
     group = root
     for part in ("", *path.split("/")):
         group /= part
-        try:
-            limit, used = int((group / limit_name).read_text()), int((group / used_name).read_text())
-            statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        except (OSError, ValueError):  # no limit here, which version 2 says with the word "max"
-            continue
-        # Files that were read and may be forgotten count as used: a model that was just loaded is among them.
-        yield limit - used + int(statistics.get(cached_name, 0))
+        limits = [limit for name in names.limits if (limit := _number(group / name)) is not None]
+        used = _number(group / names.used)
+        if limits and used is not None:
+            # Files that were read and may be forgotten count as used: a model that was just loaded is among them.
+            yield min(limits) - used + _statistic(group / "memory.stat", names.cached)
+
+
+def _number(path: Path) -> int | None:
+    """The number in a group's file; None where there is none: version 2 has the word "max" for no limit."""
+    try:
+        return int(path.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None
+
+
+def _statistic(path: Path, name: str) -> int:
+    """A number of a group's statistics; 0 where they do not have it, so that a limit is known without it."""
+    try:
+        return int(dict(line.split() for line in path.read_text(encoding="ascii").splitlines())[name])
+    except (OSError, ValueError, KeyError):
+        return 0

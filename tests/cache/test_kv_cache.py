@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from cache_checks import check_books, committed_bytes
+from cache_checks import bytes_in_use, check_books, committed_bytes, reserved_tokens
 from key_texts import identity_statics
 from kvist.cache import kv_cache, page_pool
 from kvist.cache.kv_cache import KVCache, Span
@@ -199,12 +199,12 @@ def test_what_is_reserved_costs_the_same_before_and_after_it_is_used() -> None:
     cache = cache_of(500, (FULL, WINDOWED))
     sequence = cache.open()
     assert cache.reserve(sequence, 500)
-    assert (cache.used_bytes, cache.committed_bytes) == (cache.bytes_for(500), 0)
+    assert (cache.used_bytes, bytes_in_use(cache)) == (cache.bytes_for(500), 0)
     append(cache, sequence, *range(65))
     assert cache.used_bytes == cache.bytes_for(500)
-    assert cache.committed_bytes == cache.sequence_bytes(sequence) == cache.bytes_for(65)
+    assert bytes_in_use(cache) == cache.sequence_bytes(sequence) == cache.bytes_for(65)
     cache.unreserve(sequence)
-    assert cache.used_bytes == cache.committed_bytes == cache.bytes_for(65)
+    assert cache.used_bytes == bytes_in_use(cache) == cache.bytes_for(65)
     with pytest.raises(ReservationError, match="no room reserved"):
         append(cache, sequence, 1)
 
@@ -250,19 +250,19 @@ def test_what_the_account_says_is_what_the_system_has_given() -> None:
         pytest.skip("this system does not say which memory is committed")
     sequence = cache.open()
     assert cache.reserve(sequence, 3000)
-    assert committed() == cache.committed_bytes == 0
+    assert committed() == bytes_in_use(cache) == 0
     for count in (1, 1000, 63, 64, 65, 1500):
         append(cache, sequence, *range(count))
-        assert committed() == cache.committed_bytes > 0
+        assert committed() == bytes_in_use(cache) > 0
     fork = cache.fork(sequence)
     assert cache.reserve(fork, 3000)
     append(cache, fork, 1, 2, 3)
-    assert committed() == cache.committed_bytes
+    assert committed() == bytes_in_use(cache)
     cache.rewind(fork, 2690)
     cache.release(sequence)
-    assert committed() == cache.committed_bytes
+    assert committed() == bytes_in_use(cache)
     cache.release(fork)
-    assert committed() == cache.committed_bytes == 0
+    assert committed() == bytes_in_use(cache) == 0
 
 
 # --- steps that are refused -------------------------------------------------------------------------------------------
@@ -271,15 +271,15 @@ def test_what_the_account_says_is_what_the_system_has_given() -> None:
 def test_a_step_without_room_for_all_is_refused_whole() -> None:
     cache = cache_of(128, sequences=2)
     one, other = filled(cache, 10, 100), filled(cache, 10)
-    before = cache.committed_bytes
+    before = bytes_in_use(cache)
     with pytest.raises(
         ReservationError, match=f"sequence {other}: no room reserved for 1 more tokens: it has 10 and has reserved 10"
     ):
         cache.view([Span(one, 90), Span(other, 1)])
-    assert cache.committed_bytes == before
+    assert bytes_in_use(cache) == before
     with pytest.raises(SequenceError, match="not open"):
         cache.view([Span(one, 90), Span(99, 1)])
-    assert cache.committed_bytes == before
+    assert bytes_in_use(cache) == before
     check_books(cache)
 
 
@@ -308,10 +308,22 @@ def test_misuse_has_errors_of_its_own() -> None:
         with pytest.raises(SequenceError, match=f"sequence {sequence} is not open in this cache: it was released"):
             act(sequence)
     keys = torch.zeros(1, 2, 16)
-    with pytest.raises(SequenceError, match="was committed, rewound or released since this view was made"):
+    stale = "was committed, rewound, unreserved or released, or another view of it was asked for, since this view was"
+    with pytest.raises(SequenceError, match=f"sequence {sequence} {stale} made: ask for another"):
         view.write(0, keys, keys)
     assert issubclass(SequenceError, KvistError)
     assert cache.used_bytes == 0
+
+
+@pytest.mark.parametrize("strange", [None, "a", [1], 0.0, True, float("nan")], ids=repr)
+def test_what_is_no_sequence_is_told_in_one_line(strange: object) -> None:
+    cache = cache_of(64)
+    cache.open()
+    for act in (cache.length, cache.release, lambda i: cache.reserve(i, 1), lambda i: cache.view([Span(i, 1)])):
+        with pytest.raises(SequenceError, match=r" is no sequence of this cache: `open` gives their numbers$"):
+            act(strange)
+    with pytest.raises(SequenceError, match="sequence a number of thousands of digits is not open"):
+        cache.length(10**5000)
 
 
 def test_a_view_is_of_use_for_one_step_alone() -> None:
@@ -344,7 +356,7 @@ def test_a_fork_and_its_origin_go_their_own_ways(length: int, fork_first: bool) 
     cache = cache_of(256, (FULL, WINDOWED, FULL), sequences=2)
     origin = filled(cache, length)
     fork = cache.fork(origin)
-    assert cache.committed_bytes == cache.sequence_bytes(origin) == cache.sequence_bytes(fork)
+    assert bytes_in_use(cache) == cache.sequence_bytes(origin) == cache.sequence_bytes(fork)
     for sequence in (fork, origin) if fork_first else (origin, fork):
         assert cache.reserve(sequence, length + 70)
         append(cache, sequence, *(1000 * sequence + i for i in range(70)))
@@ -375,7 +387,7 @@ def test_shared_pages_live_as_long_as_one_of_their_owners(order: tuple[int, ...]
     family = [origin, cache.fork(origin)]
     family.append(cache.fork(family[1]))
     for number, index in enumerate(order):
-        assert cache.committed_bytes == cache.bytes_for(150)
+        assert bytes_in_use(cache) == cache.bytes_for(150)
         cache.release(family[index])
         for left in order[number + 1 :]:
             assert holds(cache, family[left], *range(150))
@@ -433,7 +445,7 @@ def test_what_is_rewound_can_be_written_anew(back: int) -> None:
     sequence = filled(cache, 130, 200)
     assert cache.rewind(sequence, 130 - back) == 130 - back
     assert holds(cache, sequence, *range(130 - back))
-    assert (cache.reserved(sequence), cache.used_bytes) == (200, cache.bytes_for(200))
+    assert (reserved_tokens(cache, sequence), cache.used_bytes) == (200, cache.bytes_for(200))
     append(cache, sequence, 7, 8, 9)
     assert holds(cache, sequence, *range(130 - back), 7, 8, 9)
 
@@ -442,7 +454,7 @@ def test_a_rewind_gives_memory_back() -> None:
     cache = cache_of(200)
     sequence = filled(cache, 130)
     cache.rewind(sequence, 64)
-    assert cache.used_bytes == cache.committed_bytes == cache.bytes_for(64)
+    assert cache.used_bytes == bytes_in_use(cache) == cache.bytes_for(64)
 
 
 def test_a_rewind_goes_neither_before_the_start_nor_beyond_the_end() -> None:
@@ -519,7 +531,7 @@ def test_pages_that_no_query_sees_are_dropped_behind_the_slack(slack: int) -> No
         oldest = max(0, length - slack - WINDOW + 1)  # what the next query sees after rewinding by the slack
         if oldest % PAGE_SLOTS in (0, 1, PAGE_SLOTS - 1):
             assert held_from(cache, sequence, 1) == oldest // PAGE_SLOTS * PAGE_SLOTS
-    assert cache.sequence_bytes(sequence) == cache.committed_bytes
+    assert cache.sequence_bytes(sequence) == bytes_in_use(cache)
     check_books(cache)
 
 
@@ -556,6 +568,13 @@ def test_a_rewind_within_the_slack_keeps_what_the_next_query_sees(length: int) -
         assert cache.rewind(sequence, position) == position
         assert held_from(cache, sequence, 1) <= max(0, position - WINDOW + 1)
         assert holds(cache, sequence, *range(position))
+
+
+def test_a_rewind_beyond_the_slack_may_still_find_what_it_needs() -> None:
+    """Pages are kept whole: the one with the slack's oldest token has some before it."""
+    for position, kept in ((936, 936), (931, 931), (930, 0)):
+        cache = cache_of(1000, (FULL, WINDOWED))
+        assert cache.rewind(filled(cache, 1000), position) == kept
 
 
 def test_a_rewind_beyond_what_a_window_holds_ends_at_the_start() -> None:
@@ -657,6 +676,22 @@ def test_where_no_range_can_be_reserved_the_pages_move_when_they_grow(monkeypatc
     check_books(cache)
 
 
+# --- a cache for one run ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_tokens", [1, 64, 65, 700])
+def test_a_cache_for_a_run_takes_it_and_no_page_more(num_tokens: int) -> None:
+    cache = KVCache.for_run((FULL, WINDOWED), EXACT, num_tokens, max_step_tokens=200)
+    assert cache.config.memory_bytes == cache.bytes_for(num_tokens)
+    assert (cache.config.rewind_slack_tokens, cache.config.max_step_tokens) == (0, 200)
+    sequence = cache.open()
+    assert cache.reserve(sequence, num_tokens)
+    assert not cache.reserve(cache.open(), 1)
+    for start in range(0, num_tokens, 200):
+        append(cache, sequence, *range(start, min(num_tokens, start + 200)))
+    assert holds(cache, sequence, *range(num_tokens))
+
+
 # --- configuration ----------------------------------------------------------------------------------------------------
 
 
@@ -721,6 +756,12 @@ def test_layers_are_checked(shape: tuple[int, int, int | None], message: str) ->
         LayerConfig(*shape)
 
 
+def test_a_cache_has_layers() -> None:
+    for build in (lambda: KVCache([], CacheConfig(EXACT, 1 << 20)), lambda: CachePlan([], EXACT, 0, 1)):
+        with pytest.raises(OptionError, match="there are no layers: a cache needs one at least"):
+            build()
+
+
 # --- what is none of it -----------------------------------------------------------------------------------------------
 
 
@@ -734,7 +775,7 @@ def test_numbers_of_tokens_are_integers(number: object) -> None:
     assert cache.reserve(sequence, 64)
     with pytest.raises(OptionError, match=f"num_tokens of sequence {sequence} is"):
         cache.view([Span(sequence, number)])  # type: ignore[arg-type]
-    assert (cache.length(sequence), cache.reserved(sequence)) == (0, 64)
+    assert (cache.length(sequence), reserved_tokens(cache, sequence)) == (0, 64)
     check_books(cache)
 
 

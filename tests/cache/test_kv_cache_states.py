@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cache_checks import check_books, committed_bytes
+from cache_checks import bytes_in_use, check_books, committed_bytes, reserved_tokens
 from kvist.cache.kv_cache import CacheView, KVCache, Span
 from kvist.cache.page_layout import PAGE_SLOTS
 from kvist.config import CacheConfig, LayerConfig
@@ -109,7 +109,7 @@ class CacheMachine(RuleBasedStateMachine):
         return copy.deepcopy(
             (
                 self.cache.used_bytes,
-                self.cache.committed_bytes,
+                bytes_in_use(self.cache),
                 [
                     (i, s.length, s.reserved, [(t.first, t.pages) for t in s.tables])
                     for i, s in self.cache._sequences.items()
@@ -133,15 +133,15 @@ class CacheMachine(RuleBasedStateMachine):
         num_tokens = len(known.tokens) + more
         rewind_to = None if rewind is None else rewind % (len(known.tokens) + 1)
         before = self.state()
-        reserved = cache.reserved(sequence)
-        is_fresh = not known.tokens and cache.reserved(sequence) == 0
+        reserved = reserved_tokens(cache, sequence)
+        is_fresh = not known.tokens and reserved_tokens(cache, sequence) == 0
         room = cache.config.memory_bytes - cache.used_bytes
         if cache.reserve(sequence, num_tokens, rewind_to=rewind_to):
             if reserved == len(known.tokens):
                 reserved = 0
             if rewind_to is not None:
                 assert cache.length(sequence) == known.rewind(rewind_to)
-            assert cache.reserved(sequence) == max(reserved, num_tokens, len(known.tokens))
+            assert reserved_tokens(cache, sequence) == max(reserved, num_tokens, len(known.tokens))
         else:
             assert self.state() == before
             assert not is_fresh or cache.bytes_for(num_tokens) > room
@@ -152,7 +152,7 @@ class CacheMachine(RuleBasedStateMachine):
         sequence = self.pick(number)
         used = self.cache.used_bytes
         self.cache.unreserve(sequence)
-        assert self.cache.reserved(sequence) == len(self.known[sequence].tokens)
+        assert reserved_tokens(self.cache, sequence) == len(self.known[sequence].tokens)
         assert self.cache.used_bytes <= used
 
     @precondition(lambda self: bool(self.known))
@@ -177,7 +177,7 @@ class CacheMachine(RuleBasedStateMachine):
         for number, count in counts:
             sequence = self.pick(number)
             self.cache.reserve(sequence, self.cache.length(sequence) + count)
-            room = self.cache.reserved(sequence) - self.cache.length(sequence)
+            room = reserved_tokens(self.cache, sequence) - self.cache.length(sequence)
             tokens[sequence] = self.new_tokens(min(count, room, MAX_STEP), strange)
         self.run_step(tokens, fails)
 
@@ -185,8 +185,8 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(number=PICK, chunk=CHUNK)
     def grow_to_what_is_reserved(self, number: int, chunk: int) -> None:
         sequence = self.pick(number)
-        while self.cache.length(sequence) < self.cache.reserved(sequence):
-            left = self.cache.reserved(sequence) - self.cache.length(sequence)
+        while self.cache.length(sequence) < reserved_tokens(self.cache, sequence):
+            left = reserved_tokens(self.cache, sequence) - self.cache.length(sequence)
             self.run_step({sequence: self.new_tokens(min(left, chunk), 0)}, fails=False)
 
     def new_tokens(self, count: int, strange: int) -> list[int]:
@@ -226,8 +226,10 @@ class CacheMachine(RuleBasedStateMachine):
     def ask_for_what_cannot_be(self, number: int, excess: int) -> None:
         """A step beyond what is reserved, and a rewind to where the sequence is not."""
         sequence = self.pick(number)
-        room = self.cache.reserved(sequence) - self.cache.length(sequence)
-        other = next((i for i in self.known if i != sequence and self.cache.reserved(i) > self.cache.length(i)), None)
+        room = reserved_tokens(self.cache, sequence) - self.cache.length(sequence)
+        other = next(
+            (i for i in self.known if i != sequence and reserved_tokens(self.cache, i) > self.cache.length(i)), None
+        )
         spans = [Span(sequence, room + excess)] if other is None else [Span(other, 1), Span(sequence, room + excess)]
 
         def act() -> None:
@@ -248,7 +250,7 @@ class CacheMachine(RuleBasedStateMachine):
             fork = self.cache.fork(sequence)
         except CacheFullError:
             assert self.state() == before
-            assert self.cache.reserved(sequence) > self.cache.length(sequence)
+            assert reserved_tokens(self.cache, sequence) > self.cache.length(sequence)
         else:
             self.known[fork] = copy.deepcopy(self.known[sequence])
             assert self.cache.sequence_bytes(fork) <= self.cache.sequence_bytes(sequence)
@@ -264,7 +266,7 @@ class CacheMachine(RuleBasedStateMachine):
             kept = self.cache.rewind(sequence, length)
         except CacheFullError:
             assert self.state() == before
-            assert self.cache.reserved(sequence) > self.cache.length(sequence)
+            assert reserved_tokens(self.cache, sequence) > self.cache.length(sequence)
         else:
             longest = known.longest
             assert kept == known.rewind(length) == self.cache.length(sequence)
@@ -274,7 +276,9 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(number=PICK)
     def release(self, number: int) -> None:
         sequence = self.pick(number)
-        view = self.cache.view([Span(sequence, min(1, self.cache.reserved(sequence) - self.cache.length(sequence)))])
+        view = self.cache.view(
+            [Span(sequence, min(1, reserved_tokens(self.cache, sequence) - self.cache.length(sequence)))]
+        )
         self.cache.release(sequence)
         del self.known[sequence]
 
@@ -319,7 +323,7 @@ class CacheMachine(RuleBasedStateMachine):
             for sequence in list(self.known):
                 self.cache.release(sequence)
                 check_books(self.cache)
-            assert self.cache.used_bytes == self.cache.committed_bytes == 0
+            assert self.cache.used_bytes == bytes_in_use(self.cache) == 0
 
 
 CacheMachine.TestCase.settings = settings(

@@ -61,7 +61,7 @@ def places(layout: PageLayout, layer: int, slot: int) -> Iterator[tuple[int, int
             if side == "keys"
             else (place.head.value_codes, place.head.value_scales)
         )
-        start = place.head_offset(kv_head)
+        start = place.offset + kv_head * place.head.num_bytes
         for dim in range(place.head_dim):
             byte, bit = native.code_place(side, storage.name, place.head_dim, slot, dim)
             if storage.bits < 8:
@@ -129,7 +129,7 @@ def test_the_bytes_are_where_the_layout_says(kv_format: KVFormat) -> None:
             byte, bit = native.code_place(side, storage.name, 24, int(slots[row]), dim)
             for part, number in enumerate(raw[row, kv_head, dim].tolist()):
                 held = (number + INT8_KEY_BIAS) % 256 if (side, storage.name) == ("keys", "int8") else number
-                expected[place.head_offset(kv_head) + start + byte + part] |= held << bit
+                expected[place.offset + kv_head * place.head.num_bytes + start + byte + part] |= held << bit
         if scalars is None:
             continue
         scalars = scalars.permute(3, 2, 0, 1)
@@ -137,7 +137,7 @@ def test_the_bytes_are_where_the_layout_says(kv_format: KVFormat) -> None:
         for row, kv_head, group, scalar in itertools.product(*(range(size) for size in scalars.shape)):
             byte = native.scalar_place(storage.name, int(slots[row]), group, scalar)
             for part, number in enumerate(raw[row, kv_head, group, scalar].tolist()):
-                expected[place.head_offset(kv_head) + scales + byte + part] = number
+                expected[place.offset + kv_head * place.head.num_bytes + scales + byte + part] = number
     assert pages[0].tolist() == list(expected)
 
 
@@ -259,7 +259,7 @@ def test_bytes_depend_on_the_page_s_number_where_keys_are_quantised(kv_format: K
     place = layout.layers[1]
     for pages in outcomes[2:]:
         for kv_head in range(2):
-            start = place.head_offset(kv_head)
+            start = place.offset + kv_head * place.head.num_bytes
             keys, values = (
                 slice(start + place.head.key_codes, start + place.head.value_codes),
                 slice(start + place.head.value_codes, start + place.head.num_bytes),

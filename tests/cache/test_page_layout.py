@@ -38,7 +38,7 @@ def test_regions_are_aligned_apart_and_within_the_page(kv_format: KVFormat, head
     for layer in layout.layers:
         assert layer.offset == end
         for kv_head in range(layer.num_kv_heads):
-            start, head = layer.head_offset(kv_head), layer.head
+            start, head = layer.offset + kv_head * layer.head.num_bytes, layer.head
             assert start == end
             assert 0 == head.key_codes < head.key_scales <= head.value_codes < head.value_scales <= head.num_bytes
             assert all(region % 64 == 0 for region in (start, head.key_scales, head.value_codes, head.value_scales))

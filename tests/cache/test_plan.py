@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from cache_checks import check_books, committed_bytes
+from cache_checks import bytes_in_use, check_books, committed_bytes
 from key_texts import identity_statics
 from kvist.cache.kv_cache import KVCache, Span
 from kvist.cache.page_layout import PAGE_SLOTS
@@ -69,7 +69,7 @@ def write_through(cache: KVCache, batch: int, context: int, step: int) -> int:
         for layer, shape in enumerate(cache.layers):
             k = torch.ones(batch * num_tokens, shape.num_kv_heads, shape.head_dim)
             view.write(layer, k, k)
-        high_water = max(high_water, cache.committed_bytes)
+        high_water = max(high_water, bytes_in_use(cache))
         cache.commit(view)
     return high_water
 
@@ -96,10 +96,10 @@ def test_what_is_planned_suffices_and_is_what_is_committed(family: str, kv_forma
             high_water = write_through(cache, batch, context, step)
             assert high_water <= batch * plan.bytes_for(context)
             for group, planned in zip(cache.groups, plan.groups, strict=True):
-                if planned.layers.window is None:
+                if planned.layer_group.window is None:
                     assert group.pool.bytes_in_use == batch * planned.bytes_for(context)
             if context <= min(windows, default=context) + SLACK:
-                assert cache.committed_bytes == high_water == batch * plan.bytes_for(context)
+                assert bytes_in_use(cache) == high_water == batch * plan.bytes_for(context)
             check_books(cache)
 
 
@@ -127,7 +127,7 @@ def test_a_window_comes_to_all_the_pages_that_are_planned(window: int) -> None:
         assert cache.reserve(sequence, 1000)
         for num_tokens in (max(1, first), *[MAX_STEP] * 5):
             view = cache.view([Span(sequence, num_tokens)])
-            most = max(most, cache.committed_bytes)
+            most = max(most, bytes_in_use(cache))
             cache.commit(view)
     assert plan.bytes_for(1000) - group.stride <= most <= plan.bytes_for(1000)
 
@@ -150,7 +150,10 @@ def test_a_budget_in_which_no_sequence_can_begin_is_refused() -> None:
         with pytest.raises(OptionError) as caught:
             plan.check_budget(plan.least_bytes - 1)
         least = f"{binary_size(plan.least_bytes)} ({plan.least_bytes:,} bytes), a page of 64 tokens in int8{groups}"
-        assert str(caught.value) == f"kv_memory is {binary_size(plan.least_bytes - 1)}: it must be at least {least}"
+        # Rounded, the two sizes would read alike.
+        assert str(caught.value) == f"kv_memory is {plan.least_bytes - 1:,} bytes: it must be at least {least}"
+        with pytest.raises(OptionError, match=r"^kv_memory is 1\.0 KiB: it must be at least"):
+            plan.check_budget(1024)
 
 
 # --- what fits --------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from types import FrameType
 
 import pytest
 
-from cache_checks import check_books
+from cache_checks import bytes_in_use, check_books
 from engine_fakes import fake_llm, memory_for
 from kvist.cache import page_pool
 from kvist.config import SamplingParams
@@ -63,7 +63,7 @@ def check_nothing_is_left(llm: LLM, sequences: int = 0) -> None:
     assert len(cache._sequences) == sequences
     check_books(cache)
     if not sequences:
-        assert llm.kv_used_bytes == cache.committed_bytes == 0
+        assert llm.kv_used_bytes == bytes_in_use(cache) == 0
 
 
 @IN_FINALIZERS_TOO

@@ -14,7 +14,7 @@ from key_texts import random, statics_of
 from kvist.kernels.codec import VectorCodec, _encode_int4, storage_formats
 from kvist.kernels.key_statics import KeyStatics
 from kvist.kernels.rotation import rotate
-from kvist.kv_format import KV_FORMATS
+from kvist.kv_format import KV_FORMATS, QUANTISED_FORMATS
 
 FORMATS = storage_formats()
 HEAD_DIMS = (8, 24, 64, 80, 96, 128, 256)
@@ -46,6 +46,14 @@ def test_the_rotation_is_hadamards_and_its_own_inverse(head_dim: int) -> None:
     assert torch.allclose(matrix[:block, :block], (1 - 2 * parity).double() * block**-0.5)
 
 
+# --- the formats ------------------------------------------------------------------------------------------------------
+
+
+def test_the_quantised_formats_are_those_with_scalars() -> None:
+    assert set(FORMATS) == set(KV_FORMATS)
+    assert {name for name, storage in FORMATS.items() if storage.scalars} == set(QUANTISED_FORMATS)
+
+
 # --- what comes back --------------------------------------------------------------------------------------------------
 
 
@@ -67,16 +75,29 @@ def test_int8_is_off_by_half_a_step_at_most(head_dim: int, scale: float) -> None
 
 @pytest.mark.parametrize("scale", [1e-20, 1e-3, 1.0, 1e6, 1e30])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_int4_is_off_by_half_a_step_at_most_in_the_mean(head_dim: int, scale: float) -> None:
+def test_int4_is_off_by_about_half_a_step_and_what_bf16_moves_the_floor_by(head_dim: int, scale: float) -> None:
     """bf16 moves the ends of the range by up to 2^-8 of its 15 steps and of its floor; the fit trades dims off."""
-    codec = codec_of("int4", head_dim)
-    x = random(head_dim, 2, 50) * scale
-    y, error = (v.unflatten(0, (-1, codec.group_dims)) for v in (rotate(x), rotate(round_trip(codec, x) - x)))
-    step = (y.amax(1) - y.amin(1)) / 15
-    floor = y.amin(1).abs()
+    error, step, floor = int4_errors(random(head_dim, 2, 50) * scale)
     assert ((error / scale).square().mean(1).sqrt() <= (0.56 * step + floor / 256) / scale).all()
     typical = ((error / scale).square().mean() / (step / scale).square().mean()).sqrt()
     assert typical < 0.30  # rounding alone: 12^-0.5 = 0.289
+
+
+def test_int4_is_off_by_several_steps_where_bf16_is_coarser_than_they_are() -> None:
+    """A group far from zero whose numbers hardly differ."""
+    x = 0.1 * random(64, 1, 1000)
+    x[0] += 800
+    error, step, floor = int4_errors(x)
+    off = error.square().mean(1).sqrt()
+    assert (off <= 0.56 * step + floor / 256).all()
+    assert 2 < (off / step).max() < 8
+
+
+def int4_errors(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of vectors `[D, K, N]` the errors `[groups, g, K, N]`, a 15th of each group's range, and where it begins."""
+    codec = codec_of("int4", len(x))
+    y, error = (v.unflatten(0, (-1, codec.group_dims)) for v in (rotate(x), rotate(round_trip(codec, x) - x)))
+    return error, (y.amax(1) - y.amin(1)) / 15, y.amin(1).abs()
 
 
 def test_int4_takes_the_step_that_fits_best() -> None:

@@ -233,7 +233,8 @@ def test_a_number_that_is_none_stays_with_its_token(isa: str, name: str, number:
     k[9, 0, 5] = v[9, 0, 63] = number
     assert torch.equal(case.appended(k, v), case.expected(k, v))
     place = case.layout.layers[1]
-    second = slice(place.head_offset(1), place.head_offset(1) + place.head.num_bytes)
+    start = place.offset + place.head.num_bytes
+    second = slice(start, start + place.head.num_bytes)
     page = int(case.tables[0][0])
     assert torch.equal(case.appended(k, v)[page, second], clean[page, second])
 

@@ -76,12 +76,12 @@ def test_the_queries_and_keys_looked_at_are_those_that_attention_takes(
 ) -> None:
     decoder = tiny_decoder(family, tmp_path).to(dtype)
     looked_at: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]] = []
-    attended: list[tuple[torch.Tensor, torch.Tensor, dict[str, Any]]] = []
+    attended: list[tuple[torch.Tensor, torch.Tensor, float, int | None]] = []
     attend = grouped_query.attend
 
     def recorded(q: torch.Tensor, cache: Any, layer: int, **options: Any) -> torch.Tensor:
         keys, _ = cache.read_split(layer, 0, 0, len(q))
-        attended.append((q.clone(), keys.to(dtype), options))
+        attended.append((q.clone(), keys.to(dtype), options["scale"], cache.window(layer)))
         return attend(q, cache, layer, **options)
 
     def moments(*arguments: torch.Tensor) -> Any:
@@ -92,14 +92,14 @@ def test_the_queries_and_keys_looked_at_are_those_that_attention_takes(
     monkeypatch.setattr(key_calibration, "key_moments", moments)
     statics = calibrate(decoder, token_ids(), no_progress)
     assert len(looked_at) == len(attended) == decoder.config.num_layers
-    for found, (q, k, received, frequencies), (used_q, used_k, options) in zip(
+    for found, (q, k, received, frequencies), (used_q, used_k, scale, window) in zip(
         statics, looked_at, attended, strict=True
     ):
         assert q.dtype == k.dtype == dtype
         assert torch.equal(q, used_q)
         assert torch.equal(k.transpose(0, 1), used_k)
         # And from there on as the recipe says, by a plainer way.
-        shared = probabilities(used_q, k, options["scale"], options["window"]).sum(1)
+        shared = probabilities(used_q, k, scale, window).sum(1)
         expected = shared.unflatten(0, (k.shape[1], -1)).sum(1)
         torch.testing.assert_close(received, expected, rtol=1e-4, atol=1e-4)
         head_dim = decoder.config.head_dim

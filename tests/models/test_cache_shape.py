@@ -133,6 +133,14 @@ def test_the_decoder_of_a_multimodal_model_is_found_sections_down() -> None:
     assert cache_shape({"model_type": "outer", "thinker_config": {"text_config": PLAIN}}).layers == shape().layers
 
 
+def test_an_encoder_is_told() -> None:
+    bert = AutoConfig.for_model("bert", architectures=["BertForMaskedLM"]).to_dict()
+    note = "architectures names 'BertForMaskedLM', an encoder: it takes a text at once and keeps no cache"
+    assert cache_shape(bert).notes[1:] == (note,)
+    for named in (["BertLMHeadModel"], [], None, "BertForMaskedLM", [5]):
+        assert len(cache_shape({**bert, "architectures": named}).notes) == 1
+
+
 @pytest.mark.parametrize(
     ("model_type", "named"),
     [
@@ -171,7 +179,7 @@ def test_caches_that_are_not_keys_and_values_per_head_are_refused_by_name(model_
         ({"layer_types": ["full_attention"]}, "layer_types must list 4 layers"),
         ({"layer_types": ["attention"]}, "layer_types must list 4 layers"),
         ({"text_config": []}, "text_config is"),
-        ({"model_type": 5}, "no model_type"),
+        ({"model_type": 5}, "model_type is 5: it must be a text like 'llama'"),
         ({"model_type": "llama", "vocab_size": None}, "no vocab_size"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import torch
@@ -20,37 +21,74 @@ def attend(
     cache: CacheView,
     layer: int,
     *,
-    num_kv_heads: int,
     scale: float,
-    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of every token of the step over its own sequence in the cache.
 
-    A token has the same bits, however its context was computed, and pages are read through their storage format.
+    A token has the same bits, however its context was computed, and pages are read through their storage format. How
+    many KV heads the query heads share, and how far back a query sees, is the cache's to say.
 
     Args:
-        q: `[T, H, D]`, packed as the view's spans are.
+        q: `[T, H, D]`, packed as the view's spans are; `H` is a multiple of the layer's KV heads.
         cache: holds this step's keys and values already.
         layer: whose keys and values are read.
-        num_kv_heads, scale, window: as in `kernels.split_attention.attention`.
+        scale, softcap, sinks: as in `kernels.split_attention.attention`.
 
     Returns:
         `[T, H, D]` in the dtype of `q`.
+
+    Raises:
+        SequenceError: a view made before is of no use any more, as in `CacheView.write`.
+        ValueError: there is no such layer, an argument is not of its shape, or `softcap` is not positive.
     """
+    _check(q, cache, layer, softcap, sinks)
     if cache.is_native(layer):
-        return cache.attend(layer, q, scale=scale, window=window)
-    return attend_splits(q, cache, layer, num_kv_heads=num_kv_heads, scale=scale, window=window)
+        return cache.attend(layer, q, scale=scale, softcap=softcap, sinks=sinks)
+    return attend_splits(q, cache, layer, scale=scale, softcap=softcap, sinks=sinks)
 
 
 def attend_splits(
-    q: torch.Tensor, cache: CacheView, layer: int, *, num_kv_heads: int, scale: float, window: int | None = None
+    q: torch.Tensor,
+    cache: CacheView,
+    layer: int,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `attend`, in plain PyTorch on any device."""
+    """As `attend`, in plain PyTorch on any device; the arguments are sound."""
+    num_kv_heads, window = cache.layout(layer).num_kv_heads, cache.window(layer)
     mixed = torch.empty_like(q)
     for index, (span, row, first) in enumerate(zip(cache.spans, cache.row_starts, cache.first_positions, strict=True)):
+        if not span.num_tokens:
+            continue
         rows = slice(row, row + span.num_tokens)
-        read = partial(cache.read_split, layer, index)
         mixed[rows] = split_attention.attention(
-            q[rows], read, first, num_kv_heads=num_kv_heads, scale=scale, window=window
+            q[rows],
+            partial(cache.read_split, layer, index),
+            first,
+            num_kv_heads=num_kv_heads,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
         )
     return mixed
+
+
+def _check(q: torch.Tensor, cache: CacheView, layer: int, softcap: float | None, sinks: torch.Tensor | None) -> None:
+    """Refuse here what one way would refuse and another compute."""
+    layout = cache.layout(layer)
+    num_kv_heads, head_dim = layout.num_kv_heads, layout.head_dim
+    num_heads = q.shape[1] if q.dim() == 3 else 0
+    if not num_heads or num_heads % num_kv_heads or q.shape != (cache.num_tokens, num_heads, head_dim):
+        raise ValueError(
+            f"layer {layer} takes queries ({cache.num_tokens}, a multiple of {num_kv_heads}, {head_dim}), not "
+            f"{tuple(q.shape)}"
+        )
+    if sinks is not None and sinks.shape != (num_heads,):
+        raise ValueError(f"sinks are {tuple(sinks.shape)}: there must be one for each of {num_heads} query heads")
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"softcap is {softcap}: it must be positive and finite")

@@ -31,7 +31,8 @@ class GroupedQueryAttention(nn.Module):
         qkv_bias: whether the projections to queries, keys and values add a bias.
         output_bias: whether the projection back does.
         scale: multiplies the scores.
-        window: tokens that a query sees, itself included; None sees all.
+        window: tokens that a query sees, itself included; None sees all. Attention goes by that of the cache's
+            layer, which is the same; this is for who looks at the queries and keys by themselves.
         q_norm, k_norm: norms over the head dim of queries and keys, if any.
     """
 
@@ -50,7 +51,6 @@ class GroupedQueryAttention(nn.Module):
         k_norm: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.scale = scale
         self.window = window
@@ -67,7 +67,7 @@ class GroupedQueryAttention(nn.Module):
         """Attention of the step's tokens `x` `[T, E]` over their sequences; returns `[T, E]`."""
         q, k, v = self.project(x, rope)
         cache.write(layer, k, v)
-        mixed = attend(q, cache, layer, num_kv_heads=self.num_kv_heads, scale=self.scale, window=self.window)
+        mixed = attend(q, cache, layer, scale=self.scale)
         y: torch.Tensor = self.o_proj(mixed.flatten(1))
         return y
 

@@ -122,13 +122,7 @@ class FilledCache:
         with torch.inference_mode():
             view = self._cache.view(spans)
             for layer in range(self._shape.layers):
-                attend(
-                    self._q[: view.num_tokens],
-                    view,
-                    layer,
-                    num_kv_heads=self._shape.num_kv_heads,
-                    scale=self._shape.head_dim**-0.5,
-                )
+                attend(self._q[: view.num_tokens], view, layer, scale=self._shape.head_dim**-0.5)
             self._cache.commit(view)
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
 from kvist.cache.native_pages import NativePages
 from kvist.cache.page_codec import PageCodec
-from kvist.cache.page_layout import PAGE_SLOTS, LayerGroup
+from kvist.cache.page_layout import PAGE_SLOTS, LayerGroup, LayerLayout
 from kvist.cache.page_pool import PagePool
 from kvist.cache.page_table import PageRules, PageTable, pages_of
 from kvist.errors import SequenceError
@@ -29,14 +30,14 @@ class CacheGroup:
     """A layer group of the cache.
 
     Attributes:
-        layers: the group's layers and window.
+        layer_group: its layers and window.
         codec: between tensors and the bytes of its pages.
         native: what native kernels need to know of it; None where its pages are not on the CPU.
         pool: its pages.
         rules: how many pages its sequences need.
     """
 
-    layers: LayerGroup
+    layer_group: LayerGroup
     codec: PageCodec
     native: NativePages | None
     pool: PagePool
@@ -88,13 +89,15 @@ class CacheView:
         self.spans = tuple(spans)
         self.sequences = tuple(sequences)
         self.first_positions = tuple(sequence.length for sequence in sequences)
-        self.row_starts = tuple(sum(span.num_tokens for span in spans[:i]) for i in range(len(spans)))
-        self.num_tokens = sum(span.num_tokens for span in spans)
+        *row_starts, self.num_tokens = accumulate((span.num_tokens for span in spans), initial=0)
+        self.row_starts = tuple(row_starts)
         self._changes = tuple(sequence.changes for sequence in sequences)
         self.groups = tuple(groups)
         # For each layer its group, and its place in the group's pages.
         self._places = {
-            layer: (group, row) for group, of in enumerate(groups) for row, layer in enumerate(of.layers.layers)
+            layer: (index, row)
+            for index, group in enumerate(groups)
+            for row, layer in enumerate(group.layer_group.layers)
         }
         positions: list[int] = []
         for first, span in zip(self.first_positions, spans, strict=True):
@@ -113,35 +116,53 @@ class CacheView:
         """Store this step's keys and values `[T, K, D]` of a layer, in the cache's format.
 
         Raises:
-            SequenceError: a sequence of the step was committed, rewound or released since the view was made.
+            SequenceError: since the view was made a sequence of the step was committed, rewound, unreserved or
+                released, or another view of it was asked for.
             ValueError: there is no such layer, or `k` and `v` are not of its shape.
         """
         self.check_current()
-        group, row = self._place(layer)
-        place = self.groups[group].codec.layout.layers[row]
-        shape = (self.num_tokens, place.num_kv_heads, place.head_dim)
+        layout = self.layout(layer)
+        shape = (self.num_tokens, layout.num_kv_heads, layout.head_dim)
         if k.shape != shape or v.shape != shape:
             raise ValueError(f"layer {layer} takes keys and values {shape}, not {tuple(k.shape)} and {tuple(v.shape)}")
-        of = self.groups[group]
-        if of.native is not None:
-            of.native.append(self._native_step(group, of.native), row, k, v)
+        index, row = self._place(layer)
+        group = self.groups[index]
+        if group.native is not None:
+            group.native.append(self._native_step(index, group.native), row, k, v)
             return
-        if group not in self._write_pages:
-            pages = self._pages_of_rows(group)
-            self._write_pages[group] = torch.tensor(pages, dtype=torch.int64, device=self._positions.device)
-        of.codec.write(of.pool.pages, row, self._write_pages[group], self._slots, self._numbers, k, v)
+        if index not in self._write_pages:
+            pages = self._pages_of_rows(index)
+            self._write_pages[index] = torch.tensor(pages, dtype=torch.int64, device=self._positions.device)
+        group.codec.write(group.pool.pages, row, self._write_pages[index], self._slots, self._numbers, k, v)
+
+    def layout(self, layer: int) -> LayerLayout:
+        """Where a layer lies in its group's pages, and of what shape it is."""
+        index, row = self._place(layer)
+        return self.groups[index].codec.layout.layers[row]
+
+    def window(self, layer: int) -> int | None:
+        """Tokens that a query of a layer sees, itself included; None sees all."""
+        return self.groups[self._place(layer)[0]].layer_group.window
 
     def is_native(self, layer: int) -> bool:
         """Whether native kernels can work on the layer's pages."""
         return self.groups[self._place(layer)[0]].native is not None
 
-    def attend(self, layer: int, q: torch.Tensor, *, scale: float, window: int | None = None) -> torch.Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Native attention of this step's queries `[T, H, D]` over the pages of a layer for which `is_native` holds.
 
         Args:
             layer: whose. This step's keys and values are written already.
             q: the queries, packed as the spans are.
-            scale, window: as in `kernels.split_attention.attention`.
+            scale, softcap, sinks: as in `kernels.split_attention.attention`.
 
         Returns:
             `[T, H, D]` in the dtype of `q`.
@@ -150,11 +171,11 @@ class CacheView:
             SequenceError: as `write`.
         """
         self.check_current()
-        group, row = self._place(layer)
-        native = self.groups[group].native
+        index, row = self._place(layer)
+        native = self.groups[index].native
         if native is None:
             raise ValueError(f"the pages of layer {layer} are not on the CPU: read them instead")
-        return native.attend(self._native_step(group, native), row, q, scale=scale, window=window)
+        return native.attend(self._native_step(index, native), row, q, scale=scale, softcap=softcap, sinks=sinks)
 
     def read_split(self, layer: int, index: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a run of positions of span `index`'s sequence, this step's included.
@@ -186,7 +207,7 @@ class CacheView:
         return _placed(k, at, end - start, stop - start), _placed(v, at, end - start, stop - start)
 
     def check_current(self) -> None:
-        """Raise `SequenceError` where a sequence was committed, rewound or released since the view was made."""
+        """Raise `SequenceError` where the view is of no use any more, as `write` does."""
         for index in range(len(self.spans)):
             self._check_current(index)
 
@@ -200,8 +221,8 @@ class CacheView:
     def _check_current(self, index: int) -> None:
         if self.sequences[index].changes != self._changes[index]:
             raise SequenceError(
-                f"sequence {self.spans[index].sequence_id} was committed, rewound or released since this view was "
-                "made: ask for another"
+                f"sequence {self.spans[index].sequence_id} was committed, rewound, unreserved or released, or another "
+                "view of it was asked for, since this view was made: ask for another"
             )
 
     def _native_step(self, group: int, native: NativePages) -> PageStep:

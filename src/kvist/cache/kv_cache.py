@@ -31,7 +31,7 @@ from kvist.checks import check_integer, in_words, is_integer
 from kvist.config import CacheConfig, LayerConfig
 from kvist.errors import CacheFullError, ReservationError, RewindError, SequenceError
 from kvist.kernels.key_statics import KeyStatics
-from kvist.kv_format import KVFormat
+from kvist.kv_format import KVFormat, LayerFormats
 
 __all__ = ["CacheView", "KVCache", "Span"]
 
@@ -53,7 +53,8 @@ class KVCache:
         bytes_per_token: of one token's slots over all layers.
 
     Raises:
-        OptionError: the budget is less than one page of each group, or the format cannot take a head dim.
+        OptionError: there are no layers, the budget is less than one page of each group, or the format cannot take a
+            head dim.
         CacheFullError: the system grants no address range of the budget's size.
         ValueError: a layer has quantised keys and no statics, or there are statics of another number of layers.
     """
@@ -69,14 +70,32 @@ class KVCache:
         self.layers = tuple(layers)
         self.config = config
         self.device = torch.device(device)
+        self.plan = CachePlan.checked(self.layers, config)
         self.formats = config.kv_format.of(len(self.layers))
-        self.plan = CachePlan(self.layers, config.kv_format, config.rewind_slack_tokens, config.max_step_tokens)
         self.bytes_per_token = self.plan.bytes_per_token
-        self.plan.check_budget(config.memory_bytes)
         statics = _checked_statics(self.formats, key_statics, self.device)
         self.groups = _groups(self.plan, statics, config, self.device)
         self._sequences: dict[int, CachedSequence] = {}
         self._next_id = 0
+
+    @classmethod
+    def for_run(
+        cls,
+        layers: Sequence[LayerConfig],
+        kv_format: LayerFormats,
+        num_tokens: int,
+        device: torch.device | str = "cpu",
+        *,
+        max_step_tokens: int,
+        key_statics: Sequence[KeyStatics | None] | None = None,
+    ) -> KVCache:
+        """A cache for one run over `num_tokens`, and no page more. It keeps no slack to rewind.
+
+        Memory stands behind it only while a sequence has pages. The other arguments, and what is raised, are those of
+        `KVCache` and `CacheConfig`.
+        """
+        needed = CachePlan(layers, kv_format, 0, max_step_tokens).bytes_for(num_tokens)
+        return cls(layers, CacheConfig(kv_format, needed, 0, max_step_tokens), device, key_statics=key_statics)
 
     # --- the account --------------------------------------------------------------------------------------------------
 
@@ -84,11 +103,6 @@ class KVCache:
     def used_bytes(self) -> int:
         """Bytes of the pages in use and of those promised to sequences: at most the budget."""
         return self._account()
-
-    @property
-    def committed_bytes(self) -> int:
-        """Bytes of the pages in use alone: the memory that stands behind the cache now."""
-        return sum(group.pool.bytes_in_use for group in self.groups)
 
     @property
     def max_tokens(self) -> int:
@@ -115,10 +129,6 @@ class KVCache:
     def length(self, sequence_id: int) -> int:
         """Tokens whose keys and values are committed."""
         return self._open_sequence(sequence_id).length
-
-    def reserved(self, sequence_id: int) -> int:
-        """Tokens that the sequence may grow to; its length where it has nothing reserved."""
-        return self._open_sequence(sequence_id).reserved
 
     def reserve(self, sequence_id: int, num_tokens: int, *, rewind_to: int | None = None) -> bool:
         """Promise a sequence the pages for `num_tokens`; False, and nothing changed, where the budget lacks them.
@@ -159,9 +169,9 @@ class KVCache:
             SequenceError: a sequence is not open, or appears twice.
             ReservationError: a span is longer than `max_step_tokens`, or than what its sequence has reserved.
         """
+        sequences = [self._open_sequence(span.sequence_id) for span in spans]
         if len({span.sequence_id for span in spans}) != len(spans):
             raise SequenceError("a sequence appears twice in one step: give its tokens as one span")
-        sequences = [self._open_sequence(span.sequence_id) for span in spans]
         for span, sequence in zip(spans, sequences, strict=True):
             self._check_span(span, sequence)
         for span, sequence in zip(spans, sequences, strict=True):
@@ -177,8 +187,8 @@ class KVCache:
         Pages that no query will see any more are given back.
 
         Raises:
-            SequenceError: a sequence was committed, rewound or released since the view was made, or the view is of
-                another cache. Nothing changed.
+            SequenceError: the view is of no use any more, as in `CacheView.write`, or is of another cache. Nothing
+                changed.
         """
         view.check_current()
         if view.groups is not self.groups:
@@ -218,7 +228,8 @@ class KVCache:
 
         The sequence ends at the longest length up to `length` at which every group has what the next query sees. A
         window that has moved on has lost what came before it: further back than `rewind_slack_tokens` from the longest
-        that the sequence has been, it ends at 0, where no query needs anything.
+        that the sequence has been, it may end at 0, where no query needs anything. It need not, since pages are kept
+        whole: with a window of 100 and a slack of 64, 1,000 tokens can be rewound by 69, to 931, and by 70 end at 0.
 
         What is reserved beyond the sequence's tokens stays reserved.
 
@@ -252,11 +263,13 @@ class KVCache:
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _open_sequence(self, sequence_id: int) -> CachedSequence:
+        if not is_integer(sequence_id):
+            raise SequenceError(f"{in_words(sequence_id)} is no sequence of this cache: `open` gives their numbers")
         try:
             return self._sequences[sequence_id]
         except KeyError:
             known = "was released" if 0 <= sequence_id < self._next_id else "was never opened"
-            raise SequenceError(f"sequence {sequence_id} is not open in this cache: it {known}") from None
+            raise SequenceError(f"sequence {in_words(sequence_id)} is not open in this cache: it {known}") from None
 
     def _add(self, sequence: CachedSequence) -> int:
         sequence_id = self._next_id
@@ -335,10 +348,10 @@ def _groups(
 ) -> tuple[CacheGroup, ...]:
     groups = []
     for group in plan.groups:
-        codec = PageCodec(group.layout, [statics[layer] for layer in group.layers.layers])
+        codec = PageCodec(group.layout, [statics[layer] for layer in group.layer_group.layers])
         pool = PagePool(group.layout.page_bytes, config.memory_bytes // group.stride, device)
-        native = NativePages(codec, group.layers.window) if device.type == "cpu" else None
-        groups.append(CacheGroup(group.layers, codec, native, pool, group.rules))
+        native = NativePages(codec, group.layer_group.window) if device.type == "cpu" else None
+        groups.append(CacheGroup(group.layer_group, codec, native, pool, group.rules))
     return tuple(groups)
 
 

@@ -32,7 +32,7 @@ class NativePages:
         for place, statics in zip(codec.layout.layers, codec.statics, strict=True):
             keys, values = place.kv_format.keys, place.kv_format.values
             layer = (keys, values, place.head_dim, place.num_kv_heads, place.offset)
-            if statics is None or keys not in ("int8", "int4"):
+            if statics is None or not place.kv_format.quantised_keys:
                 layers.append(native.page_layer(*layer))
                 continue
             layers.append(
@@ -81,7 +81,14 @@ class NativePages:
         step.append(self.layers[layer], _capsule(k), _capsule(v), num_threads=torch.get_num_threads())
 
     def attend(
-        self, step: native.PageStep, layer: int, q: torch.Tensor, *, scale: float, window: int | None
+        self,
+        step: native.PageStep,
+        layer: int,
+        q: torch.Tensor,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attention of a step's queries `[T, H, D]` over their sequences; `layer` as in `append`."""
         queries = q if q.dtype in _DTYPES else q.float()
@@ -91,7 +98,8 @@ class NativePages:
             _capsule(queries),
             _capsule(out),
             scale=scale,
-            window=window,
+            softcap=softcap,
+            sinks=None if sinks is None else sinks.detach().float().contiguous(),
             num_threads=torch.get_num_threads(),
         )
         return out.to(q.dtype)

@@ -76,10 +76,6 @@ class LayerLayout:
     def num_bytes(self) -> int:
         return self.num_kv_heads * self.head.num_bytes
 
-    def head_offset(self, kv_head: int) -> int:
-        """The byte of the page at which a KV head starts."""
-        return self.offset + kv_head * self.head.num_bytes
-
 
 class PageLayout:
     """The bytes of a page of one layer group.

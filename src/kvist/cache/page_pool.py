@@ -159,10 +159,6 @@ class PagePool:
         return len(self._owners)
 
     @property
-    def pages_free(self) -> int:
-        return len(self._returned) + self.max_pages - self._untouched
-
-    @property
     def bytes_in_use(self) -> int:
         """The memory that is committed."""
         return self.pages_in_use * self.stride

@@ -4,9 +4,9 @@ A sequence takes whole pages of 64 tokens in every layer group, and a page takes
 Groups without a window keep a sequence's every token. Those with one keep what the first query of a step sees, the
 slack for rewinding before it and the step's own tokens, so that their cost ends somewhere.
 
-                        tokens that are kept, and pages of a sequence of 6,144 in steps of 2,048
-    full attention      |0 ........................................ 6,143|       96
-    window of 512                         |window, slack, the step's own |       ceil((512 + 64 + 2048) / 64) + 1 = 42
+                      tokens that are kept, and pages of a sequence of 6,144 in steps of 2,048
+    full attention    |0 ........................................ 6,143|     96
+    window of 512                       |window, slack, the step's own |     ceil((512 + 64 + 2048 - 2) / 64) + 1 = 42
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from kvist.cache.page_layout import PAGE_SLOTS, LayerGroup, PageLayout, layer_groups
 from kvist.cache.page_pool import page_stride
 from kvist.cache.page_table import PageRules
-from kvist.config import LayerConfig
+from kvist.config import CacheConfig, LayerConfig
 from kvist.errors import OptionError
 from kvist.kv_format import LayerFormats
-from kvist.memory import binary_size
+from kvist.memory import binary_size, distinct_sizes
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,12 @@ class GroupPlan:
     """What a layer group costs.
 
     Attributes:
-        layers: the group's layers and window.
+        layer_group: its layers and window.
         layout: the bytes of its pages.
         rules: how many pages its sequences need.
     """
 
-    layers: LayerGroup
+    layer_group: LayerGroup
     layout: PageLayout
     rules: PageRules
 
@@ -64,7 +64,7 @@ class CachePlan:
         least_bytes: a page of each group, without which no sequence can begin.
 
     Raises:
-        OptionError: the format cannot take a head dim, or names a layer that is not there.
+        OptionError: there are no layers, or the format cannot take a head dim or names a layer that is not there.
     """
 
     def __init__(
@@ -74,6 +74,8 @@ class CachePlan:
         rewind_slack_tokens: int,
         max_step_tokens: int,
     ) -> None:
+        if not layers:
+            raise OptionError("there are no layers: a cache needs one at least")
         formats = kv_format.of(len(layers))
         self.kv_format = kv_format
         self.groups = tuple(
@@ -87,12 +89,24 @@ class CachePlan:
         self.bytes_per_token = sum(group.layout.page_bytes for group in self.groups) // PAGE_SLOTS
         self.least_bytes = sum(group.stride for group in self.groups)
 
+    @classmethod
+    def checked(cls, layers: Sequence[LayerConfig], config: CacheConfig) -> CachePlan:
+        """The plan of a cache, where there can be one.
+
+        Raises:
+            OptionError: there cannot, as above, or the budget is less than `least_bytes`.
+        """
+        plan = cls(layers, config.kv_format, config.rewind_slack_tokens, config.max_step_tokens)
+        plan.check_budget(config.memory_bytes)
+        return plan
+
     def check_budget(self, memory_bytes: int) -> None:
         """Raise `OptionError` where no sequence can begin in a budget, naming the least that is enough."""
         if memory_bytes < self.least_bytes:
             groups = f" for each of {len(self.groups)} layer groups" if len(self.groups) > 1 else ""
+            given, _ = distinct_sizes(memory_bytes, self.least_bytes)
             raise OptionError(
-                f"kv_memory is {binary_size(memory_bytes)}: it must be at least {binary_size(self.least_bytes)} "
+                f"kv_memory is {given}: it must be at least {binary_size(self.least_bytes)} "
                 f"({self.least_bytes:,} bytes), a page of {PAGE_SLOTS} tokens in {self.kv_format}{groups}"
             )
 

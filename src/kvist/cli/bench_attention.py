@@ -16,7 +16,7 @@ from kvist.cli.output_file import output_file
 from kvist.cli.progress import progress_bar
 from kvist.config import check_threads
 from kvist.errors import OptionError
-from kvist.kv_format import LayerFormats
+from kvist.kv_format import LayerFormats, check_distinct
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -58,7 +58,7 @@ def attention(
     Keys, values and queries are random, and every layer has memory of its own, more than the caches hold. Formats are
     timed in turn; a repetition counts only where the read bandwidth before and after it is the same within 10 %.
     """
-    formats = tuple(map(LayerFormats.parse, kv_format or FORMATS))
+    formats = check_distinct(map(LayerFormats.parse, kv_format or FORMATS))
     if threads is not None:
         check_threads("threads", threads)
     if pytorch and prefill:

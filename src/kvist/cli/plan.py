@@ -13,8 +13,8 @@ from kvist.cli import options
 from kvist.cli.output import print_note
 from kvist.config import WEIGHTS_FORMATS, EngineConfig, check_format
 from kvist.errors import OptionError
-from kvist.kv_format import LayerFormats
-from kvist.memory import MemoryBudget, available_bytes, binary_size
+from kvist.kv_format import LayerFormats, check_distinct
+from kvist.memory import MemoryBudget, available_bytes, distinct_sizes
 
 if TYPE_CHECKING:
     from kvist.cli.plan_figures import FormatFigures, Request
@@ -51,7 +51,14 @@ def plan(
         ),
     ] = None,
     kv_memory: options.KVMemoryOption = None,
-    weights_format: options.WeightsFormatOption = options.DEFAULT_FORMAT,
+    weights_format: Annotated[
+        str | None,
+        typer.Option(
+            help=f"How weights are kept: {', '.join(WEIGHTS_FORMATS)}.",
+            metavar="FORMAT",
+            show_default=options.DEFAULT_FORMAT,
+        ),
+    ] = None,
     max_step_tokens: Annotated[
         int, typer.Option(help="The most tokens of a step: windows keep room for them.", metavar="N")
     ] = EngineConfig.max_step_tokens,
@@ -66,12 +73,19 @@ def plan(
         check_integer("context", context, 1, _MOST)
     check_integer("batch", batch, 1, _MOST)
     check_integer("max_step_tokens", max_step_tokens, 1, _MOST)
-    check_format("weights_format", weights_format, WEIGHTS_FORMATS)
-    formats = [LayerFormats.parse(name) for name in kv_format or DEFAULT_KV_FORMATS]
+    if weights_format is not None:
+        check_format("weights_format", weights_format, WEIGHTS_FORMATS)
+    formats = check_distinct(map(LayerFormats.parse, kv_format or DEFAULT_KV_FORMATS))
     budget = MemoryBudget.parse(kv_memory)
     if model is not None and config is not None:
         raise OptionError("--model and --config name two models: give one of them")
-    name, shape, weights_bytes = _described(model or options.DEFAULT_MODEL, config, weights_format)
+    weights = weights_format or options.DEFAULT_FORMAT
+    name, shape, weights_bytes = _described(model or options.DEFAULT_MODEL, config, weights)
+    if weights_bytes is None and weights_format is not None:
+        raise OptionError(
+            f"weights_format is {weights_format}, and Kvist does not run {name}, so that its weights are not known: "
+            "leave it out"
+        )
 
     from kvist.cli.plan_figures import Request, figures
 
@@ -88,11 +102,11 @@ def plan(
     if shape.max_context is not None and context > shape.max_context:
         print_note(f"{name} takes {shape.max_context:,} tokens at most: the {context:,} are planned all the same")
     if as_json:
-        print(_json(name, shape, request, rows, weights_format, weights_bytes))
+        print(_json(name, shape, request, rows, weights, weights_bytes))
     else:
         from kvist.cli.plan_tables import print_plan
 
-        print_plan(name, shape, request, rows, weights_format, weights_bytes)
+        print_plan(name, shape, request, rows, weights, weights_bytes)
 
 
 def _described(model: str, config: str | None, weights_format: str) -> tuple[str, CacheShape, int | None]:
@@ -111,10 +125,14 @@ def _described(model: str, config: str | None, weights_format: str) -> tuple[str
 def _memory_for(budget: MemoryBudget, weights_bytes: int | None) -> tuple[int, tuple[str, ...]]:
     """The bytes of a budget, and what is to be said of them. A share is of what is free once the weights are loaded."""
     free = available_bytes()
-    left = free - (weights_bytes or 0)
+    if weights_bytes is None:
+        unknown = () if budget.share is None else ("its weights are not known: the share is of all that is free",)
+        return budget.resolve(lambda: free), unknown
+    left = free - weights_bytes
     if left > 0:
         return budget.resolve(lambda: left), ()
-    excess = f"the weights alone ({binary_size(weights_bytes or 0)}) exceed what is free ({binary_size(free)})"
+    alone, all_free = distinct_sizes(weights_bytes, free)
+    excess = f"the weights alone ({alone}) exceed what is free ({all_free})"
     if budget.num_bytes is not None:
         return budget.num_bytes, (excess,)
     return 0, (f"{excess}: give --kv-memory SIZE to plan for a larger machine",)
@@ -146,7 +164,7 @@ def _json(
             "batch": request.batch,
             "rows": [_json_row(row, request) for row in rows],
             "weights_bytes": weights_bytes,
-            "weights_format": weights_format,
+            "weights_format": None if weights_bytes is None else weights_format,
             "kv_memory_bytes": request.memory_bytes,
             "max_step_tokens": request.max_step_tokens,
             "rewind_slack_tokens": REWIND_SLACK_TOKENS,
@@ -165,8 +183,8 @@ def _json(
 def _json_row(row: FormatFigures, request: Request) -> dict[str, object]:
     groups = [
         {
-            "window": group.layers.window,
-            "num_layers": len(group.layers.layers),
+            "window": group.layer_group.window,
+            "num_layers": len(group.layer_group.layers),
             "pages": request.batch * group.rules.most_pages(request.context),
             "kv_bytes": request.batch * group.bytes_for(request.context),
         }

@@ -72,7 +72,7 @@ def figures(
 
     Args:
         shape: what the cache must hold.
-        formats: those to plan.
+        formats: those to plan, each once.
         request: what is asked.
         leave_out: the formats that the model does not allow, rather than raise.
 
@@ -82,7 +82,7 @@ def figures(
     """
     found: list[FormatFigures] = []
     refusals: list[OptionError] = []
-    for kv_format in {str(kv_format): kv_format for kv_format in formats}.values():
+    for kv_format in formats:
         try:
             found.append(_of_format(shape, kv_format, request))
         except OptionError as error:
@@ -93,14 +93,14 @@ def figures(
         raise refusals[0]
     if request.memory_bytes:
         min((one.cache for one in found), key=lambda cache: cache.least_bytes).check_budget(request.memory_bytes)
-    return tuple(found), tuple(map(str, refusals))
+    return tuple(found), tuple(dict.fromkeys(map(str, refusals)))
 
 
 def _of_format(shape: CacheShape, kv_format: LayerFormats, request: Request) -> FormatFigures:
-    def cache_of(of: CacheShape) -> CachePlan:
-        return CachePlan(of.layers, kv_format, REWIND_SLACK_TOKENS, request.max_step_tokens)
+    def plan_of(variant: CacheShape) -> CachePlan:
+        return CachePlan(variant.layers, kv_format, REWIND_SLACK_TOKENS, request.max_step_tokens)
 
-    cache = cache_of(shape)
+    cache = plan_of(shape)
     tokens = cache.max_tokens(request.memory_bytes, request.batch)
     return FormatFigures(
         kv_format=str(kv_format),
@@ -109,7 +109,7 @@ def _of_format(shape: CacheShape, kv_format: LayerFormats, request: Request) -> 
         tokens_that_fit=None if tokens == sys.maxsize else tokens,
         sequences_that_fit=cache.max_sequences(request.memory_bytes, request.context),
         variants=tuple(
-            request.batch * cache_of(shape.with_kv_heads(num_kv_heads)).bytes_for(request.context)
+            request.batch * plan_of(shape.with_kv_heads(num_kv_heads)).bytes_for(request.context)
             for num_kv_heads in shape.head_variants()
         ),
     )

@@ -62,8 +62,8 @@ def print_plan(
     for group in rows[0].cache.groups:
         if group.rules.most_live is not None:
             line(
-                f"a window of {group.layers.window:,}: at most {group.rules.most_live:,} pages of a sequence, for the "
-                f"window, {REWIND_SLACK_TOKENS} tokens to rewind and a step of {request.max_step_tokens:,}",
+                f"a window of {group.layer_group.window:,}: at most {group.rules.most_live:,} pages of a sequence, for "
+                f"the window, {REWIND_SLACK_TOKENS} tokens to rewind and a step of {request.max_step_tokens:,}",
                 "dim",
             )
     console.print()
@@ -143,8 +143,8 @@ def _verdict(request: Request, rows: Sequence[FormatFigures]) -> str:
 def _groups(request: Request, rows: Sequence[FormatFigures]) -> tuple[list[str], list[list[Cell]]]:
     headings = ["kv_format"]
     for group in rows[0].cache.groups:
-        sees = "all tokens" if group.layers.window is None else f"window of {group.layers.window:,}"
-        headings.append(f"{sees},\n{_count(len(group.layers.layers), 'layer')}")
+        sees = "all tokens" if group.layer_group.window is None else f"window of {group.layer_group.window:,}"
+        headings.append(f"{sees},\n{_count(len(group.layer_group.layers), 'layer')}")
     lines: list[list[Cell]] = []
     for row in rows:
         sizes = [request.batch * group.bytes_for(request.context) for group in row.cache.groups]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kvist.checks import check_integer
 from kvist.config import WEIGHTS_FORMATS, check_format
 from kvist.errors import OptionError
-from kvist.kv_format import LayerFormats
+from kvist.kv_format import LayerFormats, check_distinct
 
 LEAST_WINDOW = 2
 """A token, and one to predict from it."""
@@ -41,7 +41,4 @@ class EvalConfig:
         check_integer("every", self.every, 1, self.window, note=", the window")
         if not self.formats:
             raise OptionError("there is no kv_format to evaluate: name one, like int8")
-        names = list(map(str, self.formats))
-        for name in names:
-            if names.count(name) > 1:
-                raise OptionError(f"kv_format {name} is there twice: keep one")
+        check_distinct(self.formats)

@@ -23,7 +23,7 @@ from kvist.evaluate.divergence import Predictions, ReferenceBlock, block_rows, m
 from kvist.evaluate.eval_config import EvalConfig
 from kvist.kernels.key_statics import KeyStatics
 from kvist.kv_format import KVFormat, LayerFormats
-from kvist.memory import available_bytes, binary_size
+from kvist.memory import available_bytes, distinct_sizes
 from kvist.models.decoder import Decoder
 from kvist.models.step_inputs import StepInputs
 
@@ -144,8 +144,8 @@ def evaluate(
         )
 
 
-def check_window(layers: Sequence[LayerConfig], kv_format: LayerFormats, num_tokens: int, max_step_tokens: int) -> int:
-    """The bytes of a window of so many tokens in a cache; raises where there can be no such cache.
+def check_window(layers: Sequence[LayerConfig], kv_format: LayerFormats, num_tokens: int, max_step_tokens: int) -> None:
+    """Raise where there can be no cache of a window of so many tokens.
 
     Raises:
         OptionError: the layers cannot take the format.
@@ -153,11 +153,11 @@ def check_window(layers: Sequence[LayerConfig], kv_format: LayerFormats, num_tok
     """
     needed, available = CachePlan(layers, kv_format, 0, max_step_tokens).bytes_for(num_tokens), available_bytes()
     if needed > available:
+        takes, free = distinct_sizes(needed, available)
         raise CacheFullError(
-            f"a window of {num_tokens:,} tokens takes {binary_size(needed)} in {kv_format}, and "
-            f"{binary_size(available)} are free: take a shorter window"
+            f"a window of {num_tokens:,} tokens takes {takes} in {kv_format}, and {free} are free: take a shorter "
+            "window"
         )
-    return needed
 
 
 def _cache(
@@ -167,11 +167,10 @@ def _cache(
     max_step_tokens: int,
     statics: Sequence[KeyStatics] | None = None,
 ) -> KVCache:
-    """A cache that takes a window and no more. Memory stands behind it only while a sequence has pages."""
-    layers = decoder.config.layers
-    needed = check_window(layers, kv_format, num_tokens, max_step_tokens)
-    config = CacheConfig(kv_format, needed, 0, max_step_tokens)
-    return KVCache(layers, config, decoder.embed_tokens.weight.device, key_statics=statics)
+    """A cache for a window of the text."""
+    layers, device = decoder.config.layers, decoder.embed_tokens.weight.device
+    check_window(layers, kv_format, num_tokens, max_step_tokens)
+    return KVCache.for_run(layers, kv_format, num_tokens, device, max_step_tokens=max_step_tokens, key_statics=statics)
 
 
 @torch.inference_mode()

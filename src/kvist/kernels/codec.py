@@ -22,6 +22,7 @@ import torch
 from kvist.kernels import native
 from kvist.kernels.key_statics import KeyStatics, PageTurns
 from kvist.kernels.rotation import rotate
+from kvist.kv_format import QUANTISED_FORMATS
 
 # Smaller steps are stored as zero: their inverse must stay finite.
 _LEAST_STEP = 2.0**-100
@@ -50,7 +51,7 @@ class StorageFormat:
 
     @property
     def is_quantised(self) -> bool:
-        return self.scalars > 0
+        return self.name in QUANTISED_FORMATS
 
     @property
     def code_dtype(self) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""Attention over splits at absolute positions, in plain PyTorch: the twin that kernels over pages will have.
+"""Attention over splits at absolute positions, in plain PyTorch: the twin of the native kernels over pages.
 
 A query meets its keys split by split. The splits, and the tiles in which queries are computed, begin at absolute
 positions:

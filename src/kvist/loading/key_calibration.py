@@ -14,8 +14,7 @@ import torch
 
 from kvist.attention import GroupedQueryAttention, inverse_frequencies
 from kvist.cache.kv_cache import KVCache, Span
-from kvist.cache.plan import CachePlan
-from kvist.config import CacheConfig, ModelConfig
+from kvist.config import ModelConfig
 from kvist.errors import ModelFileError, NumericsError, OptionError
 from kvist.kernels import native
 from kvist.kernels.key_statics import KeyStatics, key_moments, key_statics
@@ -156,8 +155,7 @@ def _text() -> str:
 def _cache(config: ModelConfig, weight: torch.Tensor, num_tokens: int) -> KVCache:
     """A cache for so many tokens in the dtype of the weights."""
     formats = LayerFormats.parse(next(name for name, dtype in WEIGHT_DTYPES.items() if dtype == weight.dtype))
-    budget = CachePlan(config.layers, formats, 0, num_tokens).bytes_for(num_tokens)
-    return KVCache(config.layers, CacheConfig(formats, budget, 0, num_tokens), weight.device)
+    return KVCache.for_run(config.layers, formats, num_tokens, weight.device, max_step_tokens=num_tokens)
 
 
 def _observer(

@@ -73,7 +73,9 @@ def read_json(path: Path) -> dict[str, object]:
         raise ModelFileError(f"{path.name} is missing in {path.parent}: {FETCH_AGAIN}") from None
     except OSError as error:
         raise ModelFileError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
+    except RecursionError as error:
+        raise ModelFileError(f"{path} is not valid JSON (it is nested too deeply): {FETCH_AGAIN}") from error
+    except ValueError as error:
         raise ModelFileError(f"{path} is not valid JSON ({describe_start(path)}): {FETCH_AGAIN}") from error
     if not isinstance(parsed, dict):
         raise ModelFileError(f"{path} holds no JSON object: {FETCH_AGAIN}")

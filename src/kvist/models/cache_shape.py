@@ -150,8 +150,17 @@ def _common_shape(raw: Mapping[str, object], note: str) -> CacheShape:
         num_heads=num_heads,
         layers=tuple(LayerConfig(num_kv_heads, head_dim, window) for window in windows),
         max_context=_optional_integer(fields, _MAX_CONTEXT),
-        notes=(note, *unknown),
+        notes=(note, *_encoder(fields), *unknown),
     )
+
+
+def _encoder(fields: ConfigFields) -> tuple[str, ...]:
+    """What is to be said of a model that fills gaps in whole texts, as BERT does."""
+    named = fields.raw.get("architectures")
+    for name in named if isinstance(named, list) else ():
+        if str(name).endswith("ForMaskedLM"):
+            return (f"architectures names {shown(name)}, an encoder: it takes a text at once and keeps no cache",)
+    return ()
 
 
 def _other_cache(name: str, value: object, meaning: str) -> UnsupportedModelError:

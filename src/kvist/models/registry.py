@@ -22,8 +22,10 @@ _CONFIGS: dict[str, Callable[[Mapping[str, object]], ModelConfig]] = {
 def decoder_config(raw: Mapping[str, object]) -> ModelConfig:
     """The configuration of a decoder from a Hugging Face `config.json`; refuses what it does not run by name."""
     model_type = raw.get("model_type")
-    if not isinstance(model_type, str):
+    if model_type is None:
         raise ModelFileError("there is no model_type: take the directory of a language model")
+    if not isinstance(model_type, str):
+        raise ModelFileError(f"model_type is {shown(model_type)}: it must be a text like 'llama'")
     if model_type not in _CONFIGS:
         raise UnsupportedModelError(
             f"architecture {shown(model_type)} is not supported: {did_you_mean(model_type, list(_CONFIGS))}"
