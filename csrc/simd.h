@@ -16,6 +16,9 @@
 #error "compile the kernels through CMakeLists.txt, which defines one KVIST_ISA_* for each instruction set"
 #endif
 
+// For what a call would cost too much: all vectors of a loop would go through memory.
+#define KVIST_ALWAYS_INLINE inline __attribute__((always_inline))
+
 namespace kvist::KVIST_ISA {
 namespace {  // internal linkage: these must not be shared between instruction sets
 
@@ -258,7 +261,9 @@ inline IntPart int_load(const void* from) {
 }
 inline void int_store(void* to, IntPart a) { __builtin_memcpy(to, &a, sizeof a); }
 inline IntPart int_all(std::int32_t a) { return IntPart{a, a, a, a}; }
-inline IntPart int_add(IntPart a, IntPart b) { return a + b; }
+inline IntPart int_add(IntPart a, IntPart b) {
+    return reinterpret_cast<IntPart>(reinterpret_cast<UnsignedPart>(a) + reinterpret_cast<UnsignedPart>(b));
+}
 inline IntPart int_and(IntPart a, IntPart b) { return a & b; }
 inline IntPart int_max_unsigned(IntPart a, IntPart b) {
     return reinterpret_cast<UnsignedPart>(a) > reinterpret_cast<UnsignedPart>(b) ? a : b;
@@ -373,10 +378,6 @@ inline float sum_lanes(Floats a) {
     return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
 }
 
-// Whole numbers as bytes, those beyond 0 to 255 as any.
-inline void store_bytes(std::uint8_t* to, Ints a) {
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtusepi32_epi8(a.part[0]));
-}
 // The units of 64 codes from 0 to 255.
 inline void store_unsigned_units(std::int32_t* to, const Ints (&a)[4]) {
     const __m512i low = _mm512_packus_epi32(a[0].part[0], a[1].part[0]);
@@ -448,28 +449,10 @@ inline float sum_lanes(Floats a) {
     return lanes[0];
 }
 
-#if defined(KVIST_ISA_GENERIC)
-inline void store_bytes(std::uint8_t* to, Ints a) {
-    for (std::size_t i = 0; i < kLineLanes; ++i) {
-        const std::int32_t lane = a.part[i / kPartLanes][i % kPartLanes];
-        to[i] = static_cast<std::uint8_t>(lane < 0 || lane > 255 ? 255 : lane);
-    }
-}
-#else
-inline void store_bytes(std::uint8_t* to, Ints a) {
-#if defined(KVIST_ISA_AVX2)
-    const __m128i low = _mm_packs_epi32(_mm256_castsi256_si128(a.part[0]), _mm256_extracti128_si256(a.part[0], 1));
-    const __m128i high = _mm_packs_epi32(_mm256_castsi256_si128(a.part[1]), _mm256_extracti128_si256(a.part[1], 1));
-#else
-    const __m128i low = _mm_packs_epi32(a.part[0], a.part[1]), high = _mm_packs_epi32(a.part[2], a.part[3]);
-#endif
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm_packus_epi16(low, high));
-}
 #endif
 
-#endif
-
-// 2^x, and exactly 1 for 0 and 0 below -126. `x` is at most 127, or no number.
+// 2^x, through a polynomial, and exactly 1 for 0 and 0 below -126. `x` is at most 127, or no number.
+template <int kDegree = 5>
 inline Floats exp2(Floats x) {
     const Floats least = all_floats(-126.0f);
     const LaneMask underflows = less(x, least);
@@ -479,12 +462,20 @@ inline Floats exp2(Floats x) {
     Floats whole;
     for (std::size_t i = 0; i < kParts; ++i) whole.part[i] = float_round(x.part[i]);
     const Floats rest = x - whole;
-    // Of degree 5 and exact at 0; off by 1e-7 of the result at most, before rounding, from -1/2 to 1/2.
-    Floats power = all_floats(1.326472630e-03f);
-    power = fma(power, rest, all_floats(9.671513010e-03f));
-    power = fma(power, rest, all_floats(5.550733749e-02f));
-    power = fma(power, rest, all_floats(2.402224208e-01f));
-    power = fma(power, rest, all_floats(6.931469776e-01f));
+    // Exact at 0; off by 1e-7 of the result at most, before rounding, from -1/2 to 1/2, or by 1e-04.
+    Floats power;
+    if constexpr (kDegree == 5) {
+        power = all_floats(1.326472630e-03f);
+        power = fma(power, rest, all_floats(9.671513010e-03f));
+        power = fma(power, rest, all_floats(5.550733749e-02f));
+        power = fma(power, rest, all_floats(2.402224208e-01f));
+        power = fma(power, rest, all_floats(6.931469776e-01f));
+    } else {
+        static_assert(kDegree == 3);
+        power = all_floats(5.500893153e-02f);
+        power = fma(power, rest, all_floats(2.422109648e-01f));
+        power = fma(power, rest, all_floats(6.932829277e-01f));
+    }
     power = fma(power, rest, all_floats(1.0f));
 #if defined(KVIST_ISA_AVX512)
     return {{_mm512_maskz_scalef_ps(static_cast<LaneMask>(~underflows), power.part[0], whole.part[0])}};
@@ -496,11 +487,14 @@ inline Floats exp2(Floats x) {
 // --- sums of products of 8-bit codes ---
 //
 // A line of codes meets a unit: 4 codes that stand for all lanes. One of the two has signed codes, the other unsigned.
-// Without an instruction for it the bytes are widened to words first: the one that exists would saturate.
+// Without an instruction for it the bytes are widened to words first, since the one that exists would saturate; the
+// unit's codes may then have two bytes. Sums wrap around.
 
 #if defined(KVIST_ISA_AVX512)
 
 constexpr std::size_t kUnitWords = 1;  // of 4 bytes
+// Whole numbers of two bytes are two units, of the high bytes and of the low ones.
+constexpr bool kUnitsAreBytes = true;
 
 struct Codes {
     __m512i bytes;
@@ -528,12 +522,16 @@ inline void add_products_of_signed(Ints& sum, Codes line, Unit unit) {
     __asm__("vpdpbusd %2, %1, %0" : "+v"(sum.part[0]) : "v"(unit.bytes), "v"(line.bytes));
 }
 
-// The units of 16 codes.
-inline void store_signed_units(std::int32_t* words, const std::uint8_t* codes) { __builtin_memcpy(words, codes, 16); }
+// The units of 16 codes from -128 to 127.
+inline void store_signed_units(std::int32_t* words, const std::int32_t* codes) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(words), _mm512_cvtepi32_epi8(_mm512_loadu_si512(codes)));
+}
 
 #else
 
 constexpr std::size_t kUnitWords = 2;
+// What meets a line of bytes may be of two bytes as well.
+constexpr bool kUnitsAreBytes = false;
 
 struct Codes {
     Ints even, odd;
@@ -573,96 +571,46 @@ inline void add_products_of_unsigned(Ints& sum, Codes line, Unit unit) {
 }
 inline void add_products_of_signed(Ints& sum, Codes line, Unit unit) { add_products_of_unsigned(sum, line, unit); }
 
-inline std::int32_t two_words(std::int32_t low, std::int32_t high) {
-    return static_cast<std::int32_t>((static_cast<std::uint32_t>(high) << 16) |
-                                     (static_cast<std::uint32_t>(low) & 0xffff));
-}
-inline void store_signed_units(std::int32_t* words, const std::uint8_t* codes) {
-    const auto code = [&](std::size_t i) { return static_cast<std::int32_t>(static_cast<std::int8_t>(codes[i])); };
+// The units of 16 codes, each from -32768 to 32767: the first and third of four side by side, and the others.
+inline void store_signed_units(std::int32_t* words, const std::int32_t* codes) {
+    constexpr std::uint64_t kLowWords = 0x0000ffff0000ffff;
     for (std::size_t i = 0; i < 16; i += 4, words += kUnitWords) {
-        words[0] = two_words(code(i), code(i + 2));
-        words[1] = two_words(code(i + 1), code(i + 3));
+        std::uint64_t two[2];
+        __builtin_memcpy(two, codes + i, sizeof two);
+        two[0] = (two[0] & kLowWords) | (two[1] & kLowWords) << 16;
+        __builtin_memcpy(words, two, sizeof two[0]);
     }
 }
-// The units of 64 codes from 0 to 255.
+// The units of 64 codes from 0 to 32767.
 inline void store_unsigned_units(std::int32_t* words, const Ints (&a)[4]) {
-    std::uint8_t codes[64];
-    for (std::size_t i = 0; i < 4; ++i) store_bytes(codes + 16 * i, a[i]);
-    for (std::size_t i = 0; i < 64; i += 4, words += kUnitWords) {
-        words[0] = two_words(codes[i], codes[i + 2]);
-        words[1] = two_words(codes[i + 1], codes[i + 3]);
+    for (std::size_t i = 0; i < 4; ++i) {
+        std::int32_t codes[kLineLanes];
+        store(codes, a[i]);
+        store_signed_units(words + 4 * i * kUnitWords, codes);
     }
 }
 
 #endif
 
-// --- sums of products of bf16 numbers, two to a lane ---
+// --- plain numbers, one of fp32 or two of bf16 to a lane ---
 
-#if defined(KVIST_ISA_AVX512)
-
-// A unit's numbers are rounded to bf16: products are exact, their sum is one of fp32 whose denormals are zeros.
-constexpr bool kPairUnitsAreRounded = true;
-constexpr std::size_t kPairUnitWords = 1;
-
-struct Pairs {
-    __m512bh numbers;
-};
-
-struct PairUnit {
-    __m512bh numbers;
-};
-
-inline Pairs load_pairs(const std::uint8_t* line) { return {reinterpret_cast<__m512bh>(_mm512_loadu_si512(line))}; }
-inline PairUnit load_pair_unit(const std::int32_t* words) {
-    return {reinterpret_cast<__m512bh>(_mm512_set1_epi32(*words))};
+inline void load_numbers(const std::uint8_t* line, Floats (&numbers)[1]) {
+    numbers[0] = floats_of_bits(load_ints(line));
 }
-inline void add_products(Floats& sum, Pairs line, PairUnit unit) {
-    sum.part[0] = _mm512_dpbf16_ps(sum.part[0], line.numbers, unit.numbers);
+// Products of bf16 numbers in fp32 take two instructions more for a line, and each of them half as long as the one that
+// multiplies and sums pairs of bf16: Intel's cores start that every second cycle.
+inline void load_numbers(const std::uint8_t* line, Floats (&numbers)[2]) {
+    const Ints pairs = load_ints(line);
+    numbers[0] = low_bf16(pairs);
+    numbers[1] = high_bf16(pairs);
 }
-
-// The units of 16 numbers, and the numbers of 8 units.
-inline void store_pair_units(std::int32_t* words, Floats a) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(words), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(a.part[0])));
-}
-inline Floats load_pair_units(const std::int32_t* words) {
-    const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(words));
-    return {{_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16))}};
-}
-
-#else
-
-constexpr bool kPairUnitsAreRounded = false;
-constexpr std::size_t kPairUnitWords = 2;
-
-struct Pairs {
-    Floats low, high;
-};
-
-struct PairUnit {
-    FloatPart low, high;
-};
-
-inline Pairs load_pairs(const std::uint8_t* bytes) {
-    const Ints line = load_ints(bytes);
-    return {low_bf16(line), high_bf16(line)};
-}
-inline PairUnit load_pair_unit(const std::int32_t* words) {
-    return {float_bits(int_all(words[0])), float_bits(int_all(words[1]))};
-}
-inline void add_products(Floats& sum, Pairs line, PairUnit unit) {
-    for (std::size_t i = 0; i < kParts; ++i) {
-        sum.part[i] = float_fma(line.high.part[i], unit.high, float_fma(line.low.part[i], unit.low, sum.part[i]));
-    }
-}
-inline void store_pair_units(std::int32_t* words, Floats a) { store(words, bits_of(a)); }
-inline Floats load_pair_units(const std::int32_t* words) { return floats_of_bits(load_ints(words)); }
-
-#endif
 
 #undef KVIST_EACH_PART
 
 // Ask for a cache line. Any address is allowed, past the end of the data too.
 inline void prefetch(const void* address) { __builtin_prefetch(address); }
+// The same as far as the second-level cache, for what is not read at once.
+inline void prefetch_far(const void* address) { __builtin_prefetch(address, 0, 2); }
 
 }  // namespace
 }  // namespace kvist::KVIST_ISA

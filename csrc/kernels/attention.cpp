@@ -1,6 +1,7 @@
 // Attention over pages: the work of one thread. csrc/attention.h says how it is dealt out, docs/kernels.md how it goes.
 #include "attention.h"
 
+#include "kernels/attention_ahead.h"
 #include "kernels/attention_keys.h"
 #include "kernels/attention_rows.h"
 #include "kernels/attention_values.h"
@@ -25,14 +26,14 @@ const ScorePage* score_pages(Storage keys) {
     return ScorePages<Storage::kInt4>::kFor;
 }
 
-const MixPage* mix_pages(Storage values) {
+const MixSplit* mix_splits(Storage values) {
     switch (values) {
-        case Storage::kFp32: return MixPages<Storage::kFp32>::kFor;
-        case Storage::kBf16: return MixPages<Storage::kBf16>::kFor;
-        case Storage::kInt8: return MixPages<Storage::kInt8>::kFor;
+        case Storage::kFp32: return MixSplits<Storage::kFp32>::kFor;
+        case Storage::kBf16: return MixSplits<Storage::kBf16>::kFor;
+        case Storage::kInt8: return MixSplits<Storage::kInt8>::kFor;
         case Storage::kInt4: break;
     }
-    return MixPages<Storage::kInt4>::kFor;
+    return MixSplits<Storage::kInt4>::kFor;
 }
 
 // The memory of one part.
@@ -52,13 +53,10 @@ Scratch scratch_at(std::uint8_t* memory, std::size_t head_dim) {
     return scratch;
 }
 
-// Pages between what is read and what is asked for.
-constexpr std::size_t kAhead = 1;
-
 struct Worker {
     const AttentionTask& task;
     const ScorePage* score;
-    const MixPage* mix;
+    const MixSplit* mix;
     Scratch scratch;
     std::size_t padded;
 
@@ -77,22 +75,18 @@ struct Worker {
         return task.step->pool + page * task.step->stride + task.layer->offset + kv_head * task.layer->head_bytes;
     }
 
-    // What is read after a split: the heads of the pages of another, null where there is none.
-    struct Coming {
-        const std::uint8_t* heads[kSplitPages] = {};
-    };
-
-    Coming coming(const SpanPages& span, std::size_t kv_head, std::size_t split) const {
-        Coming next;
+    // What is read of a split.
+    Ahead::Heads heads(const SpanPages& span, std::size_t kv_head, std::size_t split) const {
+        Ahead::Heads found;
         for (std::size_t i = 0; i < kSplitPages; ++i) {
             const std::size_t number = split * kSplitPages + i, first = static_cast<std::size_t>(span.first_number);
-            if (number >= first && number < first + span.num_pages) next.heads[i] = head_bytes(span, kv_head, number);
+            if (number >= first && number < first + span.num_pages) found.of[i] = head_bytes(span, kv_head, number);
         }
-        return next;
+        return found;
     }
 
     // Scores, weights and mixed values of a block in a split, of which it sees something.
-    void run(Block& block, const SpanPages& span, std::size_t kv_head, std::size_t split, const Coming& next) const {
+    void run(Block& block, const SpanPages& span, std::size_t kv_head, std::size_t split, Ahead& ahead) const {
         const LayerPages& layer = *task.layer;
         block.scores = scratch.scores;
         block.first_of_any = kSplitSlots;
@@ -113,32 +107,12 @@ struct Worker {
             if (layer.key_offset != nullptr)
                 pages[i].turn = task.step->turns[layer.turns].turns + number * layer.head_dim;
         }
-        // Keys, then values, then the keys of what comes: each page asks for the one `kAhead` behind it.
-        const auto keys = [&](const std::uint8_t* head) { return ask(head, layer.key_scales, layer.value_codes, 0); };
-        const auto values = [&](const std::uint8_t* head) {
-            return ask(head, layer.value_scales, layer.head_bytes, layer.value_codes);
-        };
         for (std::size_t i = first_page; i < stop_page; ++i) {
-            const std::size_t ahead = i + kAhead;
-            pages[i].coming = ahead < stop_page ? keys(pages[ahead].bytes)
-                              : first_page + ahead - stop_page < stop_page
-                                  ? values(pages[first_page + ahead - stop_page].bytes)
-                                  : nullptr;
-            score[block.num_rows - 1](task, block, pages[i], block.scores + i * kPageSlots);
+            ahead.read_keys(i);
+            score[block.num_rows - 1](task, block, pages[i], block.scores + i * kPageSlots, ahead);
         }
-        weigh(task, block);
-        for (std::size_t i = first_page; i < stop_page; ++i) {
-            const std::size_t ahead = i + kAhead;
-            pages[i].coming = ahead < stop_page ? values(pages[ahead].bytes) : keys(next.heads[ahead - stop_page]);
-            mix[block.num_rows - 1](task, block, pages[i], i);
-        }
-    }
-
-    // Ask for a region's scales; its codes are asked for line by line, beside those that are read meanwhile.
-    static const std::uint8_t* ask(const std::uint8_t* head, std::size_t scales, std::size_t stop, std::size_t codes) {
-        if (head == nullptr) return nullptr;
-        for (std::size_t i = scales; i < stop; i += kLineBytes) prefetch(head + i);
-        return head + codes;
+        weigh(task, block, ahead);
+        mix[block.num_rows - 1](layer, block, pages, first_page, stop_page, ahead);
     }
 
     // Rows as even blocks: `visit(first, count)` for each.
@@ -154,6 +128,7 @@ struct Worker {
 
     // A tile of one span's rows, split by split.
     void run_tile(const AttentionItem& item, std::size_t kv_head) const {
+        Ahead ahead(*task.layer);  // pages that many blocks read are in the cache without it
         const SpanPages& span = task.step->spans[item.first];
         const std::size_t row_bytes = prepared_bytes(task.layer->head_dim);
         const auto row = [&](std::size_t i) { return reinterpret_cast<Row*>(scratch.rows + i * row_bytes); };
@@ -180,7 +155,7 @@ struct Worker {
                     sees = sees || block.stop[r] != 0;
                 }
                 if (!sees) return;
-                run(block, span, kv_head, split, {});
+                run(block, span, kv_head, split, ahead);
                 for (std::size_t r = 0; r < count; ++r) {
                     float* to = result(first + r);
                     merge(padded, *reinterpret_cast<Gathered*>(to), to + kLanes, gathered[r], block.mixed[r]);
@@ -206,7 +181,7 @@ struct Worker {
     }
 
     // One split, for all rows of the spans that have the same pages there.
-    void run_split(const AttentionItem& item, std::size_t kv_head, const Coming& next) const {
+    void run_split(const AttentionItem& item, std::size_t kv_head, Ahead& ahead) const {
         Block block;
         block.num_rows = 0;
         std::size_t rows = 0;
@@ -232,7 +207,7 @@ struct Worker {
                 }
             }
             if (sees) {
-                run(block, task.step->spans[task.members[item.first]], kv_head, item.begin, next);
+                run(block, task.step->spans[task.members[item.first]], kv_head, item.begin, ahead);
                 return;
             }
             for (std::size_t r = 0; r < count; ++r) {
@@ -286,26 +261,29 @@ void prepare_queries(const AttentionTask& task, int part, int parts) {
 
 void attend(const AttentionTask& task, int part, int) {
     const std::size_t head_dim = task.layer->head_dim, num_kv_heads = task.layer->num_kv_heads;
-    const Worker worker{task, score_pages(task.layer->keys), mix_pages(task.layer->values),
+    const Worker worker{task, score_pages(task.layer->keys), mix_splits(task.layer->values),
                         scratch_at(task.scratch + static_cast<std::size_t>(part) * task.scratch_bytes, head_dim),
                         padded_dims(head_dim)};
     const std::size_t all = task.num_items * num_kv_heads;
+    const auto heads = [&](std::size_t work) {
+        Ahead::Heads none;
+        if (work >= all || task.items[work / num_kv_heads].is_tile) return none;
+        const AttentionItem& item = task.items[work / num_kv_heads];
+        return worker.heads(task.step->spans[task.members[item.first]], work % num_kv_heads, item.begin);
+    };
+    Ahead ahead(*task.layer);
     // The next work is taken before the last is done, so that its pages can be asked for.
     std::size_t work = __atomic_fetch_add(task.next, 1, __ATOMIC_RELAXED);
     while (work < all) {
-        const std::size_t after = __atomic_fetch_add(task.next, 1, __ATOMIC_RELAXED);
+        const std::size_t next = __atomic_fetch_add(task.next, 1, __ATOMIC_RELAXED);
         const AttentionItem& item = task.items[work / num_kv_heads];
         if (item.is_tile) {
             worker.run_tile(item, work % num_kv_heads);
         } else {
-            Worker::Coming next;
-            if (after < all && !task.items[after / num_kv_heads].is_tile) {
-                const AttentionItem& of = task.items[after / num_kv_heads];
-                next = worker.coming(task.step->spans[task.members[of.first]], after % num_kv_heads, of.begin);
-            }
-            worker.run_split(item, work % num_kv_heads, next);
+            ahead.begin(heads(work), heads(next));
+            worker.run_split(item, work % num_kv_heads, ahead);
         }
-        work = after;
+        work = next;
     }
 }
 

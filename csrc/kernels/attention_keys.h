@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "kernels/attention_ahead.h"
 #include "kernels/attention_rows.h"
 
 namespace kvist::KVIST_ISA {
@@ -31,9 +32,8 @@ struct Block {
 
 // A page as one KV head of one layer sees it.
 struct HeadPage {
-    const std::uint8_t* bytes;   // of the head
-    const float* turn;           // of the page's number: cosines, then sines; null where keys have no offset
-    const std::uint8_t* coming;  // what is read after this page, or null
+    const std::uint8_t* bytes;  // of the head
+    const float* turn;          // of the page's number: cosines, then sines; null where keys have no offset
 };
 
 // What scores are multiplied by, and where the products of offsets with queries are multiplied too.
@@ -65,8 +65,8 @@ inline ScoreTerms score_terms(const AttentionTask& task, const Block& block, con
 
 // Scores of kRows rows with kTiles tiles from `tile` on.
 template <Storage kKeys, std::size_t kRows, std::size_t kTiles>
-inline void score_tiles(const LayerPages& layer, bool low_parts, const Block& block, const HeadPage& page,
-                        const ScoreTerms& terms, std::size_t tile, float* scores) {
+inline void score_tiles(const LayerPages& layer, const Block& block, const HeadPage& page, const ScoreTerms& terms,
+                        std::size_t tile, float* scores, Ahead& ahead) {
     constexpr StorageFormat kFormat = kStorageFormats[static_cast<std::size_t>(kKeys)];
     const std::size_t lines = layer.head_dim / kFormat.codes_per_lane();
     const std::uint8_t* codes = page.bytes + layer.key_codes + tile * lines * kLineBytes;
@@ -79,58 +79,46 @@ inline void score_tiles(const LayerPages& layer, bool low_parts, const Block& bl
     };
 
     if constexpr (kKeys == Storage::kInt8) {
-        // The high bytes of the queries' codes and the low ones: at once where the registers hold the sums of both.
-        constexpr std::size_t kAtOnce = kLineRegisters == 1 ? 2 : 1;
-        const int low = low_bits(kKeys, layer.head_dim);
-        const auto raised = [&](Ints sum) { return low == 8 ? shift_left<8>(sum) : shift_left<7>(sum); };
-        Ints sums[kAtOnce][kRows][kTiles];
-#pragma GCC unroll 2
-        for (std::size_t p = 0; p < kAtOnce; ++p) {
+        // Of the queries' codes the high bytes and the low ones, or both together.
+        constexpr std::size_t kByteParts = kUnitsAreBytes ? 2 : 1;
+        Ints sums[kByteParts][kRows][kTiles];
 #pragma GCC unroll 8
-            for (std::size_t r = 0; r < kRows; ++r) {
+        for (std::size_t r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
-                for (std::size_t t = 0; t < kTiles; ++t) sums[p][r][t] = all_ints(0);
+            for (std::size_t t = 0; t < kTiles; ++t) {
+                sums[0][r][t] = all_ints(0);
+                sums[kByteParts - 1][r][t] = all_ints(-block.rows[r]->excess);
             }
         }
-        for (std::size_t part = 0; part < 2; part += kAtOnce) {
 #pragma GCC unroll 1
-            for (std::size_t line = 0; line < lines; ++line) {
-                Codes keys[kTiles];
+        for (std::size_t line = 0; line < lines; ++line) {
+            Codes keys[kTiles];
 #pragma GCC unroll 4
-                for (std::size_t t = 0; t < kTiles; ++t) {
-                    keys[t] = unsigned_codes(codes + (t * lines + line) * kLineBytes);
-                }
-                if (page.coming != nullptr && part == 0) {
-#pragma GCC unroll 4
-                    for (std::size_t t = 0; t < kTiles; ++t) {
-                        prefetch(page.coming + (tile * lines + line * kTiles + t) * kLineBytes);
-                    }
-                }
-#pragma GCC unroll 8
-                for (std::size_t r = 0; r < kRows; ++r) {
-#pragma GCC unroll 2
-                    for (std::size_t p = 0; p < kAtOnce; ++p) {
-                        const Unit unit = load_unit(units[r] + ((part + p) * lines + line) * kUnitWords);
-#pragma GCC unroll 4
-                        for (std::size_t t = 0; t < kTiles; ++t) add_products_of_unsigned(sums[p][r][t], keys[t], unit);
-                    }
-                }
+            for (std::size_t t = 0; t < kTiles; ++t) {
+                keys[t] = unsigned_codes(codes + (t * lines + line) * kLineBytes);
             }
-            if (kAtOnce == 2 || part == 1) break;
+            ask_beside<kTiles>(ahead, line);
 #pragma GCC unroll 8
             for (std::size_t r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+                for (std::size_t p = 0; p < kByteParts; ++p) {
+                    const Unit unit = load_unit(units[r] + (p * lines + line) * kUnitWords);
 #pragma GCC unroll 4
-                for (std::size_t t = 0; t < kTiles; ++t) sums[0][r][t] = raised(sums[0][r][t]);
+                    for (std::size_t t = 0; t < kTiles; ++t) add_products_of_unsigned(sums[p][r][t], keys[t], unit);
+                }
             }
         }
+        const bool is_byte = low_bits(kKeys, layer.head_dim) == 8;
 #pragma GCC unroll 4
         for (std::size_t t = 0; t < kTiles; ++t) {
             const Floats steps = load_floats(reinterpret_cast<const float*>(scales + t * kLineBytes));
 #pragma GCC unroll 8
             for (std::size_t r = 0; r < kRows; ++r) {
                 Ints sum = sums[0][r][t];
-                if constexpr (kAtOnce == 2) sum = raised(sum) + sums[1][r][t];
-                put(r, t, to_floats(sum + all_ints(-block.rows[r]->excess)) * steps);
+                if constexpr (kByteParts == 2) {
+                    sum = (is_byte ? shift_left<8>(sum) : shift_left<7>(sum)) + sums[1][r][t];
+                }
+                put(r, t, to_floats(sum) * steps);
             }
         }
     } else if constexpr (kKeys == Storage::kInt4) {
@@ -157,12 +145,7 @@ inline void score_tiles(const LayerPages& layer, bool low_parts, const Block& bl
                     low[t] = low_nibbles(nibbles);
                     high[t] = high_nibbles(nibbles);
                 }
-                if (page.coming != nullptr) {
-#pragma GCC unroll 4
-                    for (std::size_t t = 0; t < kTiles; ++t) {
-                        prefetch(page.coming + (tile * lines + line * kTiles + t) * kLineBytes);
-                    }
-                }
+                ask_beside<kTiles>(ahead, line);
 #pragma GCC unroll 8
                 for (std::size_t r = 0; r < kRows; ++r) {
                     const Unit first = load_unit(units[r] + 2 * line * kUnitWords);
@@ -197,39 +180,20 @@ inline void score_tiles(const LayerPages& layer, bool low_parts, const Block& bl
 #pragma GCC unroll 4
             for (std::size_t t = 0; t < kTiles; ++t) sums[r][t] = all_floats(0.0f);
         }
-        // The high parts of the queries, then the low ones where there are any.
-        for (std::size_t part = 0; part < (kKeys == Storage::kBf16 && low_parts ? 2u : 1u); ++part) {
+        constexpr std::size_t kNumbers = kFormat.codes_per_lane();
 #pragma GCC unroll 1
-            for (std::size_t line = 0; line < lines; ++line) {
-                if (page.coming != nullptr && part == 0) {
+        for (std::size_t line = 0; line < lines; ++line) {
+            Floats keys[kTiles][kNumbers];
 #pragma GCC unroll 4
-                    for (std::size_t t = 0; t < kTiles; ++t) {
-                        prefetch(page.coming + (tile * lines + line * kTiles + t) * kLineBytes);
-                    }
-                }
-                if constexpr (kKeys == Storage::kBf16) {
-                    Pairs keys[kTiles];
-#pragma GCC unroll 4
-                    for (std::size_t t = 0; t < kTiles; ++t)
-                        keys[t] = load_pairs(codes + (t * lines + line) * kLineBytes);
+            for (std::size_t t = 0; t < kTiles; ++t) load_numbers(codes + (t * lines + line) * kLineBytes, keys[t]);
+            ask_beside<kTiles>(ahead, line);
 #pragma GCC unroll 8
-                    for (std::size_t r = 0; r < kRows; ++r) {
-                        const PairUnit unit = load_pair_unit(units[r] + (part * lines + line) * kPairUnitWords);
+            for (std::size_t r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+                for (std::size_t n = 0; n < kNumbers; ++n) {
+                    const Floats unit = all_floats(reinterpret_cast<const float*>(units[r])[line * kNumbers + n]);
 #pragma GCC unroll 4
-                        for (std::size_t t = 0; t < kTiles; ++t) add_products(sums[r][t], keys[t], unit);
-                    }
-                } else {
-                    Floats keys[kTiles];
-#pragma GCC unroll 4
-                    for (std::size_t t = 0; t < kTiles; ++t) {
-                        keys[t] = load_floats(reinterpret_cast<const float*>(codes + (t * lines + line) * kLineBytes));
-                    }
-#pragma GCC unroll 8
-                    for (std::size_t r = 0; r < kRows; ++r) {
-                        const Floats unit = all_floats(reinterpret_cast<const float*>(units[r])[line]);
-#pragma GCC unroll 4
-                        for (std::size_t t = 0; t < kTiles; ++t) sums[r][t] = fma(keys[t], unit, sums[r][t]);
-                    }
+                    for (std::size_t t = 0; t < kTiles; ++t) sums[r][t] = fma(keys[t][n], unit, sums[r][t]);
                 }
             }
         }
@@ -245,19 +209,21 @@ inline void score_tiles(const LayerPages& layer, bool low_parts, const Block& bl
 template <Storage kKeys, std::size_t kRows>
 constexpr std::size_t tiles_at_once() {
     if constexpr (kLineRegisters > 1) return 1;
-    return is_quantised(kKeys) && kRows > 3 ? 2 : 4;
+    return kKeys != Storage::kFp32 && kRows > 3 ? 2 : 4;
 }
 
 template <Storage kKeys, std::size_t kRows>
-void score_page_rows(const AttentionTask& task, const Block& block, const HeadPage& page, float* scores) {
+void score_page_rows(const AttentionTask& task, const Block& block, const HeadPage& page, float* scores,
+                     Ahead& ahead) {
     constexpr std::size_t kTiles = tiles_at_once<kKeys, kRows>();
     const ScoreTerms terms = score_terms(task, block, page);
     for (std::size_t tile = 0; tile < kPageTiles; tile += kTiles) {
-        score_tiles<kKeys, kRows, kTiles>(*task.layer, has_low_parts(task), block, page, terms, tile, scores);
+        score_tiles<kKeys, kRows, kTiles>(*task.layer, block, page, terms, tile, scores, ahead);
     }
 }
 
-using ScorePage = void (*)(const AttentionTask& task, const Block& block, const HeadPage& page, float* scores);
+using ScorePage = void (*)(const AttentionTask& task, const Block& block, const HeadPage& page, float* scores,
+                           Ahead& ahead);
 
 template <Storage kKeys>
 struct ScorePages {

@@ -55,42 +55,28 @@ inline std::uint16_t float_to_bf16(float x) {
     return static_cast<std::uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-// How many of a row's units hold the high parts of its numbers: behind them are as many of the low parts, where the
-// instruction set rounds units to bf16 and the query is not of bf16.
-inline bool has_low_parts(const AttentionTask& task) { return kPairUnitsAreRounded && !task.is_bf16; }
-
 // The bits of a query's codes below the high byte. Those that meet int8 keys have two bytes, since one would lose as
-// much as the keys' own rounding does; to int4 keys it makes no difference. Sums of products fit into 32 bits.
+// much as the keys' own rounding does; to int4 keys it makes no difference. Sums of products fit into 32 bits, once
+// they are without the excess.
 constexpr int low_bits(Storage keys, std::size_t head_dim) {
     if (keys != Storage::kInt8) return 0;
     return head_dim <= 512 ? 8 : 7;
 }
 
-// Codes of a vector, padded with zeros to whole lines: high bytes from -127 to 127, and what they leave. Returns the
-// step of what they are together.
-inline float code_query(const float* x, std::size_t padded, int low, std::uint8_t* high_bytes,
-                        std::uint8_t* low_bytes) {
-    Ints most = all_ints(0);
+// Codes of a vector, padded with zeros to whole lines, from -`most` to `most`. Returns their step.
+inline float code_query(const float* x, std::size_t padded, std::int32_t most, std::int32_t* codes) {
+    Ints bits = all_ints(0);
     for (std::size_t i = 0; i < padded; i += kLanes) {
-        most = max_unsigned(most, bits_of(load_floats(x + i)) & all_ints(0x7fffffff));
+        bits = max_unsigned(bits, bits_of(load_floats(x + i)) & all_ints(0x7fffffff));
     }
-    const float largest = __builtin_bit_cast(float, max_lane_unsigned(most));
-    const std::int32_t parts = 1 << low;
-    const float step = largest / static_cast<float>(127 * parts);
+    const float largest = __builtin_bit_cast(float, max_lane_unsigned(bits));
+    const float step = largest / static_cast<float>(most);
     if (!(step < __builtin_inff()) || step < kLeastUnit) {
-        for (std::size_t i = 0; i < padded; ++i) high_bytes[i] = low_bytes[i] = 0;
+        for (std::size_t i = 0; i < padded; i += kLanes) store(codes + i, all_ints(0));
         return step < kLeastUnit ? 0.0f : __builtin_nanf("");
     }
     const Floats inverse = all_floats(1 / step);
-    for (std::size_t i = 0; i < padded; i += kLanes) {
-        std::int32_t codes[kLanes];
-        store(codes, rounded(load_floats(x + i) * inverse));
-        for (std::size_t j = 0; j < kLanes; ++j) {
-            const std::int32_t high = (codes[j] + parts / 2) >> low;
-            high_bytes[i + j] = static_cast<std::uint8_t>(high);
-            low_bytes[i + j] = static_cast<std::uint8_t>(codes[j] - high * parts);
-        }
-    }
+    for (std::size_t i = 0; i < padded; i += kLanes) store(codes + i, rounded(load_floats(x + i) * inverse));
     return step;
 }
 
@@ -118,24 +104,8 @@ inline void prepare_row(const AttentionTask& task, std::size_t token, std::size_
     row.step = 1;
     row.excess = 0;
     std::int32_t* units = row.units();
-    if (layer.keys == Storage::kFp32) {
+    if (!is_quantised(layer.keys)) {
         __builtin_memcpy(units, x, head_dim * sizeof(float));
-        return;
-    }
-    if (layer.keys == Storage::kBf16) {
-        const std::size_t words = head_dim / 2 * kPairUnitWords;
-        std::int32_t stored[kMostHeadDim / 2 * kPairUnitWords];
-        for (std::size_t i = 0; i < padded; i += kLanes) {
-            store_pair_units(stored + i / 2 * kPairUnitWords, load_floats(x + i));
-        }
-        __builtin_memcpy(units, stored, words * 4);
-        if (has_low_parts(task)) {
-            for (std::size_t i = 0; i < padded; i += kLanes) {
-                std::int32_t* pairs = stored + i / 2 * kPairUnitWords;
-                store_pair_units(pairs, load_floats(x + i) - load_pair_units(pairs));
-            }
-            __builtin_memcpy(units + words, stored, words * 4);
-        }
         return;
     }
     const std::size_t kv_head = head / task.group_size;
@@ -151,27 +121,39 @@ inline void prepare_row(const AttentionTask& task, std::size_t token, std::size_
         for (std::size_t i = 0; i < head_dim; ++i) x[i] /= scale[i];
     }
     rotate(x, head_dim);
-    std::uint8_t high[kMostHeadDim], rest[kMostHeadDim];
-    const int low = low_bits(layer.keys, head_dim);
-    row.step = code_query(x, padded, low, high, rest);
-    const std::size_t words = head_dim / 4 * kUnitWords;
-    // Whole lines are stored: what is beyond the vector is stored over, or not looked at.
-    for (std::size_t i = 0; i < padded; i += kLanes) store_signed_units(units + i / 4 * kUnitWords, high + i);
-    const auto sum = [](const std::uint8_t* codes, std::size_t count) {
+    alignas(64) std::int32_t codes[kMostHeadDim];
+    const std::int32_t parts = 1 << low_bits(layer.keys, head_dim);
+    row.step = code_query(x, padded, 127 * parts, codes);
+    const auto sum = [&](std::size_t first, std::size_t count) {
         std::int32_t total = 0;
-        for (std::size_t i = 0; i < count; ++i) total += static_cast<std::int8_t>(codes[i]);
+        for (std::size_t i = first; i < first + count; ++i) total += codes[i];
         return total;
     };
     if (layer.keys == Storage::kInt8) {
-        for (std::size_t i = 0; i < padded; i += kLanes)
-            store_signed_units(units + words + i / 4 * kUnitWords, rest + i);
-        row.excess = kInt8KeyBias * (sum(high, head_dim) * (1 << low) + sum(rest, head_dim));
+        row.excess = kInt8KeyBias * sum(0, head_dim);
     } else {
         const std::size_t dims = layer.key_group_dims;
         for (std::size_t group = 0; group < head_dim / dims; ++group) {
-            row.group_sums(head_dim)[group] = static_cast<float>(sum(high + group * dims, dims));
+            row.group_sums(head_dim)[group] = static_cast<float>(sum(group * dims, dims));
         }
     }
+    // Whole lines are stored: what is beyond the vector is stored over, or not looked at.
+    const auto store_units = [&](std::int32_t* words) {
+        for (std::size_t i = 0; i < padded; i += kLanes) store_signed_units(words + i / 4 * kUnitWords, codes + i);
+    };
+    if (!kUnitsAreBytes || layer.keys != Storage::kInt8) {
+        store_units(units);
+        return;
+    }
+    alignas(64) std::int32_t low[kMostHeadDim];
+    for (std::size_t i = 0; i < padded; ++i) {
+        const std::int32_t high = (codes[i] + parts / 2) >> low_bits(layer.keys, head_dim);
+        low[i] = codes[i] - high * parts;
+        codes[i] = high;
+    }
+    store_units(units);
+    for (std::size_t i = 0; i < padded; ++i) codes[i] = low[i];
+    store_units(units + head_dim / 4 * kUnitWords);
 }
 
 // What a row has gathered: the largest score so far, in powers of two, and relative to it weights and weighted values.
@@ -187,10 +169,13 @@ inline void start(const AttentionTask& task, std::size_t head, std::size_t padde
 }
 
 inline void merge(std::size_t padded, Gathered& to, float* mixed, const Gathered& from, const float* added) {
-    const float top = from.top > to.top ? from.top : to.top;
-    const Floats kept = exp2(all_floats(to.top - top)), taken = exp2(all_floats(from.top - top));
-    to.top = top;
-    to.total = to.total * first_lane(kept) + from.total * first_lane(taken);
+    // One of the two powers is that of zero.
+    const bool is_higher = from.top > to.top;
+    const float power = first_lane(exp2(all_floats(is_higher ? to.top - from.top : from.top - to.top)));
+    const float of_kept = is_higher ? power : 1.0f, of_taken = is_higher ? 1.0f : power;
+    const Floats kept = all_floats(of_kept), taken = all_floats(of_taken);
+    if (is_higher) to.top = from.top;
+    to.total = to.total * of_kept + from.total * of_taken;
     for (std::size_t i = 0; i < padded; i += kLanes) {
         store(mixed + i, fma(load_floats(added + i), taken, load_floats(mixed + i) * kept));
     }

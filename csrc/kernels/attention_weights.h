@@ -15,47 +15,82 @@ inline Floats tanh(Floats x) {
     return one - two / (power + one);
 }
 
-// Scores to weights, in place, and what they gather; zeros where a slot is hidden, on all pages that the block sees.
+// The lines of a row's scores in a split, of which it sees the slots from the first to before the last.
 template <bool kSeesAll>
-inline void weigh_row(float softcap, float* scores, std::size_t first, std::size_t stop, Gathered& to) {
-    const std::size_t first_line = kSeesAll ? 0 : first / kLanes;
-    const std::size_t stop_line = kSeesAll ? kSplitSlots / kLanes : (stop + kLanes - 1) / kLanes;
-    const Floats least = all_floats(kLeastScore);
-    const auto seen = [&](std::size_t line) {
+struct ScoreLines {
+    static constexpr bool kAll = kSeesAll;
+    std::size_t first_slot, stop_slot;
+
+    std::size_t first() const { return kSeesAll ? 0 : first_slot / kLanes; }
+    std::size_t stop() const { return kSeesAll ? kSplitSlots / kLanes : (stop_slot + kLanes - 1) / kLanes; }
+    Floats seen(std::size_t line, Floats x, Floats hidden) const {
+        if constexpr (kSeesAll) return x;
         const std::size_t start = line * kLanes;
-        return lanes_between(first > start ? first - start : 0, stop < start + kLanes ? stop - start : kLanes);
-    };
+        return select(lanes_between(first_slot > start ? first_slot - start : 0,
+                                    stop_slot < start + kLanes ? stop_slot - start : kLanes),
+                      x, hidden);
+    }
+};
+
+// The largest score of a row. Scores are capped in place.
+template <bool kSeesAll>
+inline float top_of_row(float softcap, float* scores, const ScoreLines<kSeesAll>& lines, std::size_t asks,
+                        Ahead& ahead) {
+    const Floats least = all_floats(kLeastScore);
     Floats most = least;
-    for (std::size_t line = first_line; line < stop_line; ++line) {
+    for (std::size_t line = lines.first(); line < lines.stop(); ++line) {
         Floats x = load_floats(scores + line * kLanes);
         if (softcap != 0) {
             x = tanh(x * all_floats(1 / softcap)) * all_floats(softcap * kLog2E);
             store(scores + line * kLanes, x);
         }
-        if constexpr (!kSeesAll) x = select(seen(line), x, least);
-        most = max(x, most);
+        most = max(lines.seen(line, x, least), most);
+        for (std::size_t i = 0; i < asks; ++i) ahead.ask<1>();
     }
-    to.top = max_lane(most);
-    const Floats top = all_floats(to.top);
-    Floats total = all_floats(0.0f);
-    for (std::size_t line = first_line; line < stop_line; ++line) {
-        Floats weight = exp2(load_floats(scores + line * kLanes) - top);
-        if constexpr (!kSeesAll) weight = select(seen(line), weight, all_floats(0.0f));
-        store(scores + line * kLanes, weight);
-        total = total + weight;
-    }
-    to.total = sum_lanes(total);
+    return max_lane(most);
 }
 
-inline void weigh(const AttentionTask& task, Block& block) {
+// Scores to weights, in place, and their sum; zeros where a slot is hidden.
+template <bool kSeesAll, int kDegree>
+inline float weigh_row(float top, float* scores, const ScoreLines<kSeesAll>& lines, std::size_t asks, Ahead& ahead) {
+    Floats total = all_floats(0.0f);
+    for (std::size_t line = lines.first(); line < lines.stop(); ++line) {
+        const Floats weight = lines.seen(line, exp2<kDegree>(load_floats(scores + line * kLanes) - all_floats(top)),
+                                         all_floats(0.0f));
+        store(scores + line * kLanes, weight);
+        total = total + weight;
+        for (std::size_t i = 0; i < asks; ++i) ahead.ask<1>();
+    }
+    return sum_lanes(total);
+}
+
+// Scores to weights, on all pages that the block sees.
+template <int kDegree>
+inline void weigh(float softcap, Block& block, Ahead& ahead) {
+    // What was not asked for beside keys and values, evenly over the lines that are gone through twice.
+    constexpr std::size_t kLines = kPageSlots / kLanes;
+    const std::size_t asks = (ahead.page_lines() / 8 + 2 * kLines * block.num_rows - 1) / (2 * kLines * block.num_rows);
+    const auto each_row = [&](auto visit) {
+        for (std::size_t r = 0; r < block.num_rows; ++r) {
+            const std::size_t first = block.first[r], stop = block.stop[r];
+            if (first == 0 && stop == kSplitSlots) {
+                visit(r, ScoreLines<true>{first, stop});
+            } else {
+                visit(r, ScoreLines<false>{first, stop});
+            }
+        }
+    };
+    each_row([&](std::size_t r, auto lines) {
+        block.gathered[r]->top = top_of_row(softcap, block.scores + r * kSplitSlots, lines, asks, ahead);
+    });
+    each_row([&](std::size_t r, auto lines) {
+        const float top = block.gathered[r]->top;
+        block.gathered[r]->total =
+            weigh_row<decltype(lines)::kAll, kDegree>(top, block.scores + r * kSplitSlots, lines, asks, ahead);
+    });
     for (std::size_t r = 0; r < block.num_rows; ++r) {
         float* scores = block.scores + r * kSplitSlots;
         const std::size_t first = block.first[r], stop = block.stop[r];
-        if (first == 0 && stop == kSplitSlots) {
-            weigh_row<true>(task.softcap, scores, first, stop, *block.gathered[r]);
-            continue;
-        }
-        weigh_row<false>(task.softcap, scores, first, stop, *block.gathered[r]);
         const std::size_t pages_first = block.first_of_any / kPageSlots * kPageSlots;
         const std::size_t pages_stop = (block.stop_of_any + kPageSlots - 1) / kPageSlots * kPageSlots;
         const std::size_t first_line = first / kLanes * kLanes, stop_line = (stop + kLanes - 1) / kLanes * kLanes;
@@ -64,6 +99,15 @@ inline void weigh(const AttentionTask& task, Block& block) {
         for (std::size_t i = stop_line > pages_first ? stop_line : pages_first; i < pages_stop; i += kLanes) {
             store(scores + i, zero);
         }
+    }
+}
+
+// Weights that become codes may be off by as little as a hundredth of a code's step.
+inline void weigh(const AttentionTask& task, Block& block, Ahead& ahead) {
+    if (is_quantised(task.layer->values)) {
+        weigh<3>(task.softcap, block, ahead);
+    } else {
+        weigh<5>(task.softcap, block, ahead);
     }
 }
 
