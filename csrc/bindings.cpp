@@ -13,6 +13,7 @@
 #include "append_bindings.h"
 #include "checks.h"
 #include "dispatch.h"
+#include "linear_bindings.h"
 #include "page_bindings.h"
 #include "page_layout.h"
 #include "read_bandwidth.h"
@@ -151,4 +152,5 @@ NB_MODULE(_native, m) {
     m.def("scalar_place", &scalar_place, "format"_a, "slot"_a, "group"_a, "scalar"_a);
     kvist::bind_pages(m);
     kvist::bind_append();
+    kvist::bind_linear(m);
 }

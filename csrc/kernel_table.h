@@ -8,6 +8,9 @@ namespace kvist {
 
 struct AppendJob;
 struct AttentionTask;
+struct LinearSizes;
+struct LinearTask;
+struct WeightMatrix;
 
 struct KernelTable {
     const char* isa;
@@ -25,6 +28,12 @@ struct KernelTable {
     // floats as the second function says.
     void (*append)(const AppendJob& job, float* scratch, int part, int parts);
     std::size_t (*append_scratch_floats)(std::size_t head_dim);
+
+    // A product with quantised weights: one part of each of two jobs, the second begun when all parts of the first are
+    // done.
+    void (*quantise_rows)(const LinearTask& task, int part, int parts);
+    void (*multiply_rows)(const LinearTask& task, int part, int parts);
+    LinearSizes (*linear_sizes)(const WeightMatrix& weight, std::size_t num_rows);
 };
 
 }  // namespace kvist

@@ -121,6 +121,14 @@ inline IntPart int_shift_right(IntPart a) {
     return _mm512_srli_epi32(a, kBits);
 }
 inline FloatPart float_broadcast(const std::int32_t* from) { return float_bits(int_all(*from)); }
+inline IntPart int_min_unsigned(IntPart a, IntPart b) { return _mm512_min_epu32(a, b); }
+// 16 fp16 numbers.
+inline FloatPart float_load_halves(const std::uint16_t* from) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+}
+inline IntPart int_load_words(const std::uint16_t* from) {
+    return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+}
 
 #elif defined(KVIST_ISA_AVX2)
 
@@ -168,6 +176,13 @@ inline FloatPart select_part(IntPart mask, FloatPart yes, FloatPart no) {
 }
 inline IntPart int_greater(IntPart a, IntPart b) { return _mm256_cmpgt_epi32(a, b); }
 inline IntPart float_less(FloatPart a, FloatPart b) { return _mm256_castps_si256(_mm256_cmp_ps(a, b, _CMP_LT_OQ)); }
+inline IntPart int_min_unsigned(IntPart a, IntPart b) { return _mm256_min_epu32(a, b); }
+inline FloatPart float_load_halves(const std::uint16_t* from) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+}
+inline IntPart int_load_words(const std::uint16_t* from) {
+    return _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+}
 
 #elif defined(KVIST_ISA_BASELINE)
 
@@ -214,6 +229,10 @@ inline FloatPart select_part(IntPart mask, FloatPart yes, FloatPart no) {
 }
 inline IntPart int_greater(IntPart a, IntPart b) { return _mm_cmpgt_epi32(a, b); }
 inline IntPart float_less(FloatPart a, FloatPart b) { return _mm_castps_si128(_mm_cmplt_ps(a, b)); }
+inline IntPart int_min_unsigned(IntPart a, IntPart b) { return _mm_min_epu32(a, b); }
+inline IntPart int_load_words(const std::uint16_t* from) {
+    return _mm_cvtepu16_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+}
 
 #else
 
@@ -290,6 +309,10 @@ inline IntPart multiply_words(IntPart a, IntPart b) {
 inline FloatPart select_part(IntPart mask, FloatPart yes, FloatPart no) { return mask != 0 ? yes : no; }
 inline IntPart int_greater(IntPart a, IntPart b) { return a > b; }
 inline IntPart float_less(FloatPart a, FloatPart b) { return a < b; }
+inline IntPart int_min_unsigned(IntPart a, IntPart b) {
+    return reinterpret_cast<UnsignedPart>(a) < reinterpret_cast<UnsignedPart>(b) ? a : b;
+}
+inline IntPart int_load_words(const std::uint16_t* from) { return IntPart{from[0], from[1], from[2], from[3]}; }
 
 #endif
 
@@ -506,6 +529,7 @@ struct Unit {
 
 inline Codes unsigned_codes(const std::uint8_t* line) { return {_mm512_loadu_si512(line)}; }
 inline Codes signed_codes(const std::uint8_t* line) { return {_mm512_loadu_si512(line)}; }
+inline Codes unsigned_codes(Ints line) { return {line.part[0]}; }
 // 8 codes of 4 bits: the first 4 in the low nibbles, the others in the high ones.
 inline Codes low_nibbles(Ints line) { return {_mm512_and_si512(line.part[0], _mm512_set1_epi8(0x0f))}; }
 inline Codes high_nibbles(Ints line) {
@@ -605,11 +629,116 @@ inline void load_numbers(const std::uint8_t* line, Floats (&numbers)[2]) {
     numbers[1] = high_bf16(pairs);
 }
 
+// --- sums of products of codes from 0 to 15 with signed ones, in words ---
+//
+// 16 products of codes up to 15 and 127 fit into a word: the instruction that saturates then does not, and takes half as
+// many steps. Words hold the sums of 8 units.
+
+#if defined(KVIST_ISA_AVX2) || defined(KVIST_ISA_BASELINE)
+
+constexpr bool kHasWordSums = true;
+
+inline void add_products_in_words(Ints& sums, Ints line, std::int32_t unit) {
+    for (std::size_t i = 0; i < kParts; ++i) {
+#if defined(KVIST_ISA_AVX2)
+        sums.part[i] = _mm256_add_epi16(sums.part[i], _mm256_maddubs_epi16(line.part[i], int_all(unit)));
+#else
+        sums.part[i] = _mm_add_epi16(sums.part[i], _mm_maddubs_epi16(line.part[i], int_all(unit)));
+#endif
+    }
+}
+// The sum of the two words of each lane.
+inline Ints sum_words_of_lanes(Ints a) {
+    KVIST_EACH_PART(Ints, multiply_words(a.part[i], int_all(0x00010001)));
+}
+
+#else
+
+constexpr bool kHasWordSums = false;
+inline void add_products_in_words(Ints&, Ints, std::int32_t) {}
+inline Ints sum_words_of_lanes(Ints a) { return a; }
+
+#endif
+
+// --- 16 numbers of 16 bits ---
+
+// Whether `fma` rounds once.
+#if defined(KVIST_ISA_AVX512) || defined(KVIST_ISA_AVX2)
+constexpr bool kFmaRoundsOnce = true;
+#else
+constexpr bool kFmaRoundsOnce = false;
+#endif
+
+inline Ints min_unsigned(Ints a, Ints b) { KVIST_EACH_PART(Ints, int_min_unsigned(a.part[i], b.part[i])); }
+inline Ints load_words(const std::uint16_t* from) { KVIST_EACH_PART(Ints, int_load_words(from + i * kPartLanes)); }
+inline Floats load_bf16(const std::uint16_t* from) { return low_bf16(load_words(from)); }
+
+#if defined(KVIST_ISA_AVX512) || defined(KVIST_ISA_AVX2)
+inline Floats load_halves(const std::uint16_t* from) {
+    KVIST_EACH_PART(Floats, float_load_halves(from + i * kPartLanes));
+}
+#else
+inline Floats load_halves(const std::uint16_t* from) {
+    const Ints halves = load_words(from), size = halves & all_ints(0x7fff);
+    const Ints sign = shift_left<16>(halves & all_ints(0x8000));
+    // The exponent moves from a bias of 15 to one of 127, and once more to that of infinity and of what is no number.
+    const Ints normal = shift_left<13>(size) + all_ints(112 << 23);
+    Floats number = floats_of_bits(normal);
+    number = select(greater(size, all_ints(0x7bff)), floats_of_bits(normal + all_ints(112 << 23)), number);
+    number = select(greater(all_ints(0x0400), size), to_floats(size) * all_floats(0x1p-24f), number);
+    return floats_of_bits(bits_of(number) + sign);
+}
+#endif
+
+// As bf16, ties to even.
+inline void store_bf16(std::uint16_t* to, Floats a) {
+    const Ints bits = bits_of(a);
+    // What is no number has one pattern, which rounding does not carry into the sign.
+    const Ints size = min_unsigned(bits & all_ints(0x7fffffff), all_ints(0x7fc00000));
+    const Ints odd = shift_right<16>(size) & all_ints(1);
+    const Ints sign = shift_left<15>(shift_right<31>(bits));
+    const Ints words = shift_right<16>(size + all_ints(0x7fff) + odd) + sign;
+#if defined(KVIST_ISA_AVX512)
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(words.part[0]));
+#elif defined(KVIST_ISA_AVX2)
+    const __m256i packed = _mm256_packus_epi32(words.part[0], words.part[1]);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_permute4x64_epi64(packed, 0xd8));
+#elif defined(KVIST_ISA_BASELINE)
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm_packus_epi32(words.part[0], words.part[1]));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + 8), _mm_packus_epi32(words.part[2], words.part[3]));
+#else
+    for (std::size_t i = 0; i < kLineLanes; ++i) {
+        to[i] = static_cast<std::uint16_t>(words.part[i / kPartLanes][i % kPartLanes]);
+    }
+#endif
+}
+
+// After an addition: the compiler adds whole numbers in any order otherwise, and then holds more of them at once than there
+// are registers.
+inline void keep_order([[maybe_unused]] Ints& sum) {
+#if defined(KVIST_ISA_AVX2) || defined(KVIST_ISA_BASELINE)
+    for (std::size_t i = 0; i < kParts; ++i) __asm__("" : "+x"(sum.part[i]));
+#endif
+}
+
+inline std::int32_t sum_lanes(Ints a) {
+#if defined(KVIST_ISA_AVX512)
+    return _mm512_reduce_add_epi32(a.part[0]);
+#else
+    IntPart total = a.part[0];
+    for (std::size_t i = 1; i < kParts; ++i) total = int_add(total, a.part[i]);
+    std::int32_t lanes[kPartLanes], sum = 0;
+    int_store(lanes, total);
+    for (std::int32_t lane : lanes) sum += lane;
+    return sum;
+#endif
+}
+
 #undef KVIST_EACH_PART
 
 // Ask for a cache line. Any address is allowed, past the end of the data too.
 inline void prefetch(const void* address) { __builtin_prefetch(address); }
-// The same as far as the second-level cache, for what is not read at once.
+// The same into the second cache, of which more can be on their way at once.
 inline void prefetch_far(const void* address) { __builtin_prefetch(address, 0, 2); }
 
 }  // namespace

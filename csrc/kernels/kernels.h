@@ -11,6 +11,9 @@
 namespace kvist {
 struct AppendJob;
 struct AttentionTask;
+struct LinearSizes;
+struct LinearTask;
+struct WeightMatrix;
 }
 
 #ifndef KVIST_ISA
@@ -25,5 +28,8 @@ void attend(const AttentionTask& task, int part, int parts);
 std::size_t attention_scratch_bytes(std::size_t head_dim);
 void append(const AppendJob& job, float* scratch, int part, int parts);
 std::size_t append_scratch_floats(std::size_t head_dim);
+void quantise_rows(const LinearTask& task, int part, int parts);
+void multiply_rows(const LinearTask& task, int part, int parts);
+LinearSizes linear_sizes(const WeightMatrix& weight, std::size_t num_rows);
 
 }  // namespace kvist::KVIST_ISA

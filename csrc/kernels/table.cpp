@@ -15,6 +15,9 @@ constinit const KernelTable table = {
     .attention_scratch_bytes = attention_scratch_bytes,
     .append = append,
     .append_scratch_floats = append_scratch_floats,
+    .quantise_rows = quantise_rows,
+    .multiply_rows = multiply_rows,
+    .linear_sizes = linear_sizes,
 };
 
 }  // namespace kvist::KVIST_ISA

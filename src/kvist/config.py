@@ -9,7 +9,7 @@ from kvist.checks import biases, check_integer, check_number, in_words, strings,
 from kvist.errors import OptionError, did_you_mean
 from kvist.kv_format import LayerFormats
 
-WEIGHTS_FORMATS = ("bf16", "fp32")
+WEIGHTS_FORMATS = ("bf16", "fp32", "int8", "int4", "gguf")
 
 
 def check_format(option: str, value: str, known: tuple[str, ...]) -> str:

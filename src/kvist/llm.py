@@ -47,7 +47,8 @@ class LLM:
 
     Args:
         model: a directory in Hugging Face format, a `.gguf` file, a demo model's name or a Hub id.
-        weights_format: how weights are kept, one of `kvist.config.WEIGHTS_FORMATS`.
+        weights_format: how weights are kept, one of `kvist.config.WEIGHTS_FORMATS`; by default as a GGUF file holds
+            them, `gguf`, and `bf16` for other models.
         kv_format: how keys and values are kept: one of `kvist.kv_format.KV_FORMATS`, one for each, `k=int8,v=int4`,
             and others for single layers, `int4/0-1,29:int8`.
         kv_memory: the most memory that all keys and values may take: bytes, as a number or like "512MiB", or a share of
@@ -60,7 +61,7 @@ class LLM:
         model_name: what the model goes by.
         config: its shape.
         tokenizer: its `kvist.loading.tokenizer.Tokenizer`.
-        weights_format: as given.
+        weights_format: one of `kvist.config.WEIGHTS_FORMATS`.
         weights_bytes: bytes of all weights.
         kv_format: in the words of `kvist.kv_format.LayerFormats`.
 
@@ -73,7 +74,7 @@ class LLM:
         self,
         model: str | os.PathLike[str],
         *,
-        weights_format: str = "bf16",
+        weights_format: str | None = None,
         kv_format: str = "bf16",
         kv_memory: str | int | float | None = None,
         threads: int | None = None,
@@ -81,7 +82,8 @@ class LLM:
         progress: Progress | None = None,
     ) -> None:
         # What can be refused is refused before the model is loaded.
-        check_format("weights_format", weights_format, WEIGHTS_FORMATS)
+        if weights_format is not None:
+            check_format("weights_format", weights_format, WEIGHTS_FORMATS)
         formats, budget = LayerFormats.parse(kv_format), MemoryBudget.parse(kv_memory)
         engine_config = _engine_config(max_step_tokens)
         _set_threads(threads)

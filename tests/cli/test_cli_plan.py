@@ -386,7 +386,7 @@ def test_what_is_not_here_is_not_fetched(kvist, monkeypatch, tmp_path):
             "kv_memory is 2,621,429 bytes: it must be at least 2.5 MiB (2,621,440 bytes), a page of 64 tokens in int4",
         ),
         (("--kv-format", "int4/32:int8"), "names layer 32: the model has 32 layers"),
-        (("--weights-format", "int4"), "unknown weights_format 'int4'"),
+        (("--weights-format", "int3"), "unknown weights_format 'int3'"),
         (("--kv-memory", "lots"), "'lots' is not a size in bytes"),
         (("--kv-memory", "0"), "it must be positive"),
         (
@@ -445,3 +445,12 @@ def test_numbers_that_lie_are_planned_in_no_time(kvist, config_of):
     assert outcome.code == 0
     assert "They fit in none of these formats" in outcome.out
     assert time.process_time() - started_s < 20
+
+
+def test_weights_are_planned_as_they_would_be_kept(kvist, smollm2_gguf: Path) -> None:
+    """By default as the GGUF file holds them, in 5 and 8.5 bits; `int4` is the same for this file."""
+    asked = [(), *(("--weights-format", name) for name in ("int4", "int8", "bf16"))]
+    plans = [json.loads(kvist("plan", "--model", smollm2_gguf, "--json", *more).out) for more in asked]
+    assert [plan["weights_format"] for plan in plans] == ["gguf", "int4", "int8", "bf16"]
+    gguf, int4, int8, bf16 = (plan["weights_bytes"] for plan in plans)
+    assert gguf == int4 < int8 < 0.6 * bf16

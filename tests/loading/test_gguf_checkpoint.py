@@ -16,6 +16,7 @@ from kvist.loading.gguf_checkpoint import GgufCheckpoint
 from kvist.loading.gguf_config import hf_config
 from kvist.loading.gguf_file import GgufFile
 from kvist.loading.weights import assign_weights, fitting_decoder
+from kvist.loading.weights_plan import weights_plan
 from kvist.models.registry import decoder_config
 
 WRITABLE_TYPES = [name for name in READABLE_TYPES if not name.endswith("_K")]  # gguf cannot quantise to the others
@@ -112,7 +113,7 @@ def test_a_decoder_takes_every_tensor_and_misses_none(tmp_path: Path) -> None:
         found = GgufCheckpoint(gguf, config)
         decoder, names = fitting_decoder(config, found, path.name)
         assert set(names.values()) == set(found.names())
-        num_bytes = assign_weights(decoder, found, names, torch.bfloat16)
+        num_bytes = assign_weights(decoder, found, names, weights_plan(decoder, "bf16"))
         assert num_bytes == 2 * sum(parameter.numel() for parameter in decoder.parameters())
         assert not any(parameter.is_meta for parameter in decoder.parameters())
 

@@ -243,7 +243,7 @@ def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_unknown_weights_format_is_refused_before_anything_is_read(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="unknown weights_format 'int3': known: bf16, fp32"):
+    with pytest.raises(OptionError, match="unknown weights_format 'int3': did you mean"):
         load(str(tmp_path / "absent"), "int3")
 
 
@@ -252,7 +252,7 @@ def test_a_gguf_that_is_refused_is_refused_again_and_leaves_no_copy(tmp_path: Pa
     path.write_bytes(path.read_bytes()[:-5000])
     for _ in range(2):
         assert "is truncated or damaged" in refusal(path)
-    assert [entry.suffix for entry in (own_cache / "prepared").iterdir()] == [".lock"]
+    assert not (own_cache / "prepared").exists()
 
 
 def test_a_model_stays_usable_when_its_files_go_away(tmp_path: Path) -> None:

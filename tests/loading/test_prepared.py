@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from tiny_files import IM_END, hf_state, write_tiny_gguf
 
 from kvist.errors import KvistError, ModelFileError
-from kvist.loading import gguf_conversion, prepared
+from kvist.loading import gguf_conversion, prepared, quantised_weights
 from kvist.loading.prepared import prepared_copies, prepared_copy
 from kvist.loading.progress import no_progress
 
@@ -189,7 +189,7 @@ def test_an_error_of_the_disk_is_told_with_its_reason(gguf: Path, monkeypatch: p
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(gguf_conversion, "write_safetensors", full)
+    monkeypatch.setattr(quantised_weights, "write_safetensors", full)
     with pytest.raises(KvistError, match="No space left on device"):
         prepared_copy(gguf, "bf16", no_progress)
 
@@ -198,10 +198,10 @@ def test_an_error_of_the_disk_is_told_with_its_reason(gguf: Path, monkeypatch: p
 MAKER = """
 import sys, time
 from pathlib import Path
-from kvist.loading import gguf_conversion
+from kvist.loading import quantised_weights
 from kvist.loading.prepared import prepared_copy
 
-wait, started, write = float(sys.argv[2]), Path(sys.argv[3]), gguf_conversion.write_safetensors
+wait, started, write = float(sys.argv[2]), Path(sys.argv[3]), quantised_weights.write_safetensors
 
 def slowly(path, *rest):
     path.write_bytes(b"half")
@@ -210,7 +210,7 @@ def slowly(path, *rest):
     time.sleep(wait)
     write(path, *rest)
 
-gguf_conversion.write_safetensors = slowly
+quantised_weights.write_safetensors = slowly
 print(prepared_copy(Path(sys.argv[1]), "bf16", lambda stage, done, total: None))
 """
 

@@ -54,6 +54,7 @@ def test_sizes_beyond_every_machine_are_refused() -> None:
 
 
 def test_a_real_model_takes_what_was_said(smollm2_gguf: Path) -> None:
-    loaded = load("smollm2-135m")
-    assert weights_bytes(loaded.config, "bf16") == loaded.weights_bytes
+    for weights_format in ("bf16", "int4"):
+        loaded = load("smollm2-135m", weights_format)
+        assert weights_bytes(loaded.config, weights_format) == loaded.weights_bytes
     assert not torch.cuda.is_initialized()

@@ -45,7 +45,12 @@ SeedOption = Annotated[
 ]
 
 WeightsFormatOption = Annotated[
-    str, typer.Option(help=f"How weights are kept: {', '.join(WEIGHTS_FORMATS)}.", metavar="FORMAT")
+    str | None,
+    typer.Option(
+        help=f"How weights are kept: {', '.join(WEIGHTS_FORMATS)} (what a GGUF file holds).",
+        metavar="FORMAT",
+        show_default="gguf for GGUF files, else bf16",
+    ),
 ]
 KVFormatOption = Annotated[
     str,
@@ -66,13 +71,16 @@ ThreadsOption = Annotated[
 ]
 
 
-def open_llm(model: str, *, weights_format: str, kv_format: str, kv_memory: str | None, threads: int | None) -> LLM:
+def open_llm(
+    model: str, *, weights_format: str | None, kv_format: str, kv_memory: str | None, threads: int | None
+) -> LLM:
     """Load the model, after the checks that need none of it: a typo should not cost the seconds of loading.
 
     Raises:
         KvistError: an option cannot be honoured, or the model cannot be found, read or run.
     """
-    check_format("weights_format", weights_format, WEIGHTS_FORMATS)
+    if weights_format is not None:
+        check_format("weights_format", weights_format, WEIGHTS_FORMATS)
     LayerFormats.parse(kv_format)
     MemoryBudget.parse(kv_memory)
     if threads is not None:

@@ -51,14 +51,7 @@ def plan(
         ),
     ] = None,
     kv_memory: options.KVMemoryOption = None,
-    weights_format: Annotated[
-        str | None,
-        typer.Option(
-            help=f"How weights are kept: {', '.join(WEIGHTS_FORMATS)}.",
-            metavar="FORMAT",
-            show_default=options.DEFAULT_FORMAT,
-        ),
-    ] = None,
+    weights_format: options.WeightsFormatOption = None,
     max_step_tokens: Annotated[
         int, typer.Option(help="The most tokens of a step: windows keep room for them.", metavar="N")
     ] = EngineConfig.max_step_tokens,
@@ -79,8 +72,7 @@ def plan(
     budget = MemoryBudget.parse(kv_memory)
     if model is not None and config is not None:
         raise OptionError("--model and --config name two models: give one of them")
-    weights = weights_format or options.DEFAULT_FORMAT
-    name, shape, weights_bytes = _described(model or options.DEFAULT_MODEL, config, weights)
+    name, shape, weights, weights_bytes = _described(model or options.DEFAULT_MODEL, config, weights_format)
     if weights_bytes is None and weights_format is not None:
         raise OptionError(
             f"weights_format is {weights_format}, and Kvist does not run {name}, so that its weights are not known: "
@@ -109,17 +101,21 @@ def plan(
         print_plan(name, shape, request, rows, weights, weights_bytes)
 
 
-def _described(model: str, config: str | None, weights_format: str) -> tuple[str, CacheShape, int | None]:
-    """What the model goes by, what its cache must hold, and the bytes of its weights, where Kvist runs it."""
+def _described(
+    model: str, config: str | None, weights_format: str | None
+) -> tuple[str, CacheShape, str | None, int | None]:
+    """What the model goes by and what its cache must hold; the format and bytes of its weights, where Kvist runs it."""
     from kvist.loading.model_config import config_file, model_config
+    from kvist.loading.planned_weights import planned_weights
     from kvist.loading.untrusted_file import errors_about
-    from kvist.loading.weights import weights_bytes
     from kvist.models.cache_shape import cache_shape
 
     name, path, raw = model_config(model) if config is None else config_file(config)
     with errors_about(path):
         shape = cache_shape(raw)
-        return name, shape, None if shape.config is None else weights_bytes(shape.config, weights_format)
+        if shape.config is None:
+            return name, shape, None, None
+        return name, shape, *planned_weights(name, path, shape.config, weights_format)
 
 
 def _memory_for(budget: MemoryBudget, weights_bytes: int | None) -> tuple[int, tuple[str, ...]]:
@@ -143,7 +139,7 @@ def _json(
     shape: CacheShape,
     request: Request,
     rows: Sequence[FormatFigures],
-    weights_format: str,
+    weights_format: str | None,
     weights_bytes: int | None,
 ) -> str:
     """One line: what was asked, a row for each format, what the model is."""
@@ -164,7 +160,7 @@ def _json(
             "batch": request.batch,
             "rows": [_json_row(row, request) for row in rows],
             "weights_bytes": weights_bytes,
-            "weights_format": None if weights_bytes is None else weights_format,
+            "weights_format": weights_format,
             "kv_memory_bytes": request.memory_bytes,
             "max_step_tokens": request.max_step_tokens,
             "rewind_slack_tokens": REWIND_SLACK_TOKENS,

@@ -35,7 +35,7 @@ def print_plan(
     shape: CacheShape,
     request: Request,
     rows: Sequence[FormatFigures],
-    weights_format: str,
+    weights_format: str | None,
     weights_bytes: int | None,
 ) -> None:
     """Print a plan on standard output: the model, what fits, layer groups where there are several, other KV heads."""

@@ -39,7 +39,7 @@ def run(
     repetition_penalty: options.RepetitionPenaltyOption = SamplingParams.repetition_penalty,
     stop: options.StopOption = None,
     seed: options.SeedOption = None,
-    weights_format: options.WeightsFormatOption = options.DEFAULT_FORMAT,
+    weights_format: options.WeightsFormatOption = None,
     kv_format: options.KVFormatOption = options.DEFAULT_FORMAT,
     kv_memory: options.KVMemoryOption = None,
     threads: options.ThreadsOption = None,

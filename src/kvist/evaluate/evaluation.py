@@ -110,7 +110,7 @@ def evaluate(
         CacheFullError: the machine lacks the memory for the cache of a window.
         NumericsError: logits are not finite.
     """
-    device = reference.embed_tokens.weight.device
+    device = reference.device
     rows = torch.arange(0, config.window - 1, config.every, device=device)
     caches = {
         str(kv_format): _cache(tested, kv_format, config.window, max_step_tokens, key_statics)
@@ -168,9 +168,11 @@ def _cache(
     statics: Sequence[KeyStatics] | None = None,
 ) -> KVCache:
     """A cache for a window of the text."""
-    layers, device = decoder.config.layers, decoder.embed_tokens.weight.device
+    layers = decoder.config.layers
     check_window(layers, kv_format, num_tokens, max_step_tokens)
-    return KVCache.for_run(layers, kv_format, num_tokens, device, max_step_tokens=max_step_tokens, key_statics=statics)
+    return KVCache.for_run(
+        layers, kv_format, num_tokens, decoder.device, max_step_tokens=max_step_tokens, key_statics=statics
+    )
 
 
 @torch.inference_mode()

@@ -19,6 +19,8 @@ from kvist.threads import wait_briefly
 if TYPE_CHECKING:
     import torch
 
+    from kvist.kernels.weight_codec import QuantisedWeight
+
 MAX_ISA_VARIABLE = "KVIST_MAX_ISA"
 
 # What the library takes; csrc/bindings.cpp holds to the same.
@@ -104,6 +106,25 @@ class PageStep(Protocol):
         """
 
 
+class LinearWeight(Protocol):
+    """A packed matrix for native products: made by `linear_weight`."""
+
+    def apply(self, x: object, out: object, *, num_threads: int) -> None:
+        """Write `x @ W.T` to `out`, with the bits of `linear.linear`.
+
+        A row of the result has the same bits whatever the other rows, the threads and the instruction set.
+
+        Args:
+            x: `[T, K]` bfloat16 or float32 with contiguous columns, a tensor or its DLPack capsule. A row with what is
+                no number, or infinite, gives NaN throughout.
+            out: `[T, N]` bfloat16 or float32 with contiguous columns, of `x`'s dtype or the other; is overwritten.
+            num_threads: how many threads may work.
+
+        Raises:
+            ValueError: an argument has the wrong dtype, shape or strides, or the two overlap.
+        """
+
+
 class _Library(Protocol):
     """What `csrc/bindings.cpp` offers. Arguments out of bounds raise ValueError."""
 
@@ -142,6 +163,9 @@ class _Library(Protocol):
         turns: Sequence[torch.Tensor],
         window: int | None,
     ) -> PageStep: ...
+    def LinearWeight(  # noqa: N802
+        self, format: str, num_rows: int, num_columns: int, data: torch.Tensor
+    ) -> LinearWeight: ...
 
 
 def _module() -> _Library:
@@ -355,3 +379,16 @@ def page_step(
         window: tokens that a query of the group sees, itself included; None sees all.
     """
     return _library().PageStep(pool, page_bytes, num_tokens, first_positions, first_numbers, page_tables, turns, window)
+
+
+# --- products with quantised weights: csrc/linear.h -------------------------------------------------------------------
+
+
+def linear_weight(weight: QuantisedWeight) -> LinearWeight:
+    """A packed matrix for native products. It is made once with the layer; the bytes are kept alive, not copied.
+
+    Raises:
+        ValueError: the bytes are not contiguous, not on the CPU or not aligned to 64 bytes, or have another shape than
+            the format, rows and columns ask for.
+    """
+    return _library().LinearWeight(weight.format, weight.num_rows, weight.num_columns, weight.data)

@@ -36,7 +36,13 @@ class Checkpoint(Protocol):
         """The shape of a tensor, without reading it."""
 
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """The tensor in `dtype`; mapped from the file where that needs no conversion."""
+        """The tensor in `dtype`, uint8 for a packed matrix; mapped from the file where that needs no conversion."""
+
+    def rows(self, name: str, first: int, stop: int) -> torch.Tensor:
+        """Rows `first` to `stop` (exclusive) of a matrix, `[stop - first, columns]` float32."""
+
+    def block_type(self, name: str) -> str | None:
+        """The GGUF block type of a tensor; None where it is stored as plain numbers."""
 
     def codes(self, name: str) -> StoredCodes | None:
         """The stored quantised blocks; None where the tensor is stored as plain numbers."""

@@ -102,6 +102,17 @@ class GgufCheckpoint:
             values = torch.from_numpy(dequantise(rows, tensor.type.name)).view(-1)
             yield _converted(values + shift if shift else values, dtype)
 
+    def rows(self, name: str, first: int, stop: int) -> torch.Tensor:
+        tensor = self._tensors[name]
+        blocks, order = self._rows(name, tensor)
+        rows = blocks[first:stop] if order is None else blocks[order[first:stop]]
+        values = torch.from_numpy(dequantise(rows, tensor.type.name)).view(stop - first, -1)
+        return values + self._shift(name)
+
+    def block_type(self, name: str) -> str | None:
+        kind = self._tensors[name].type
+        return kind.name if kind.quantised else None
+
     def codes(self, name: str) -> StoredCodes | None:
         """The stored blocks of a quantised tensor, mapped where their rows need no other order."""
         tensor = self._tensors[name]

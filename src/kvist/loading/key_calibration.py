@@ -22,7 +22,7 @@ from kvist.kv_format import LayerFormats
 from kvist.loading.progress import Progress
 from kvist.loading.tokenizer import Tokenizer
 from kvist.loading.untrusted_file import FETCH_AGAIN
-from kvist.loading.weights import WEIGHT_DTYPES
+from kvist.loading.weights_plan import WEIGHT_DTYPES
 from kvist.models.decoder import Decoder
 from kvist.models.step_inputs import StepInputs
 
@@ -81,19 +81,21 @@ def calibrate(decoder: Decoder, token_ids: list[int], progress: Progress) -> tup
         NumericsError: the model gives queries or keys that are not numbers.
     """
     config, num_tokens = decoder.config, len(token_ids)
-    weight = decoder.embed_tokens.weight
-    cache = _cache(config, weight, num_tokens)
+    cache = _cache(decoder, num_tokens)
     sequence_id = cache.open()
     cache.reserve(sequence_id, num_tokens)
     view = cache.view([Span(sequence_id, num_tokens)])
     inputs = StepInputs(
-        token_ids=torch.tensor(token_ids, device=weight.device),
+        token_ids=torch.tensor(token_ids, device=decoder.device),
         positions=view.positions(),
-        logit_rows=torch.empty(0, dtype=torch.int64, device=weight.device),
+        logit_rows=torch.empty(0, dtype=torch.int64, device=decoder.device),
         cache=view,
     )
     found: dict[int, KeyStatics] = {}
-    done, total = 0, num_tokens * sum(layer.num_kv_heads * layer.head_dim for layer in config.layers) * weight.itemsize
+    done, total = (
+        0,
+        decoder.dtype.itemsize * num_tokens * sum(x.num_kv_heads * x.head_dim for x in config.layers),
+    )
 
     def look(attention: GroupedQueryAttention, q: torch.Tensor, k: torch.Tensor, layer: int) -> None:
         nonlocal done
@@ -152,10 +154,10 @@ def _text() -> str:
     return Path(__file__).with_name("calibration_text.txt").read_text(encoding="utf-8")
 
 
-def _cache(config: ModelConfig, weight: torch.Tensor, num_tokens: int) -> KVCache:
-    """A cache for so many tokens in the dtype of the weights."""
-    formats = LayerFormats.parse(next(name for name, dtype in WEIGHT_DTYPES.items() if dtype == weight.dtype))
-    return KVCache.for_run(config.layers, formats, num_tokens, weight.device, max_step_tokens=num_tokens)
+def _cache(decoder: Decoder, num_tokens: int) -> KVCache:
+    """A cache for so many tokens in the dtype of the hidden states."""
+    formats = LayerFormats.parse(next(name for name, dtype in WEIGHT_DTYPES.items() if dtype == decoder.dtype))
+    return KVCache.for_run(decoder.config.layers, formats, num_tokens, decoder.device, max_step_tokens=num_tokens)
 
 
 def _observer(

@@ -12,13 +12,17 @@ from kvist.config import WEIGHTS_FORMATS, ModelConfig, check_format
 from kvist.errors import ModelFileError, UnsupportedModelError, shown
 from kvist.loading.end_tokens import end_token_ids
 from kvist.loading.fingerprint import FilesHash, model_fingerprint
-from kvist.loading.prepared import prepared_copy, source_hash
+from kvist.loading.gguf_file import GgufFile
+from kvist.loading.planned_weights import format_of_gguf, refuse_gguf
+from kvist.loading.prepared import prepared_copy, prepared_weights, source_hash
 from kvist.loading.progress import Progress, no_progress
+from kvist.loading.quantised_weights import read_packed, write_weights
 from kvist.loading.resolve import ModelSource, resolve
 from kvist.loading.safetensors_checkpoint import SafetensorsCheckpoint
 from kvist.loading.tokenizer import Tokenizer
 from kvist.loading.untrusted_file import FETCH_AGAIN, errors_about, read_json
-from kvist.loading.weights import WEIGHT_DTYPES, assign_weights, fitting_decoder
+from kvist.loading.weights import assign_weights, fitting_decoder
+from kvist.loading.weights_plan import WEIGHT_DTYPES, stored_plan, weights_plan
 from kvist.models.registry import decoder_config
 
 if TYPE_CHECKING:
@@ -91,37 +95,64 @@ class LoadedModel:
 
 
 def load(
-    model: str | os.PathLike[str], weights_format: str = "bf16", *, progress: Progress | None = None
+    model: str | os.PathLike[str], weights_format: str | None = None, *, progress: Progress | None = None
 ) -> LoadedModel:
     """Load a model.
 
     Args:
         model: a directory in Hugging Face format, a `.gguf` file, a demo model's name or a Hub id.
-        weights_format: one of `WEIGHTS_FORMATS`.
+        weights_format: one of `WEIGHTS_FORMATS`; by default what a GGUF file holds, `gguf` where that is quantised, and
+            `bf16` for all others. Weights are brought into it once and kept in the cache folder.
         progress: told how far fetching and preparing are.
 
     Raises:
+        OptionError: the format is unknown, or is not one for such a model.
         ModelNotFoundError: nothing goes by this name.
         ModelFileError: its files are damaged or do not fit together.
         UnsupportedModelError: its architecture or a feature of it is not run.
         DownloadError: it could not be fetched.
     """
-    check_format("weights_format", weights_format, WEIGHTS_FORMATS)
+    if weights_format is not None:
+        check_format("weights_format", weights_format, WEIGHTS_FORMATS)
     progress = progress or no_progress
     source = resolve(model, progress)
-    directory = prepared_copy(source.path, weights_format, progress) if source.is_gguf else source.path
-    return _load_directory(directory, source, weights_format)
+    if source.is_gguf:
+        weights_format = weights_format or format_of_gguf(GgufFile(source.path))
+        directory = prepared_copy(source.path, weights_format, progress)
+        return _load_directory(directory, source, weights_format, progress)
+    if weights_format == "gguf":
+        raise refuse_gguf(source.name)
+    return _load_directory(source.path, source, weights_format or "bf16", progress)
 
 
-def _load_directory(directory: Path, source: ModelSource, weights_format: str) -> LoadedModel:
+def _load_directory(directory: Path, source: ModelSource, weights_format: str, progress: Progress) -> LoadedModel:
     raw = read_json(directory / "config.json")
     with errors_about(directory / "config.json"):
         _refuse_quantised(raw)
         config = decoder_config(raw)
-    checkpoint = SafetensorsCheckpoint(directory)
-    decoder, names = fitting_decoder(config, checkpoint, str(directory))
+    checkpoint, packed = SafetensorsCheckpoint(directory), read_packed(directory)
+    decoder, names = fitting_decoder(config, checkpoint, str(directory), packed)
     tokenizer = Tokenizer.from_directory(directory)
     _check_vocabulary(directory, tokenizer, config)
+    files_hash = FilesHash(
+        (directory / "config.json", *checkpoint.files), source_hash(directory) if source.is_gguf else None
+    )
+    if weights_format not in WEIGHT_DTYPES and not source.is_gguf:
+        plan = weights_plan(decoder, weights_format)
+        own, own_names, making = checkpoint, names, f"preparing {source.name}"
+        weights = prepared_weights(
+            source.name,
+            files_hash.get(progress),
+            weights_format,
+            lambda made: write_weights(made, own, own_names, plan, making, progress),
+            progress,
+        )
+        checkpoint, packed = SafetensorsCheckpoint(weights), read_packed(weights)
+        decoder, names = fitting_decoder(config, checkpoint, str(weights), packed)
+    if weights_format in WEIGHT_DTYPES:
+        plan = weights_plan(decoder, weights_format)
+    else:
+        plan = stored_plan(decoder, names, packed)
     return LoadedModel(
         name=source.name,
         source=source.path.absolute(),
@@ -130,10 +161,8 @@ def _load_directory(directory: Path, source: ModelSource, weights_format: str) -
         tokenizer=tokenizer,
         eos_token_ids=end_token_ids(directory, raw, tokenizer.eos_token_id),
         weights_format=weights_format,
-        weights_bytes=assign_weights(decoder, checkpoint, names, WEIGHT_DTYPES[weights_format]),
-        files_hash=FilesHash(
-            (directory / "config.json", *checkpoint.files), source_hash(directory) if source.is_gguf else None
-        ),
+        weights_bytes=assign_weights(decoder, checkpoint, names, plan),
+        files_hash=files_hash,
     )
 
 

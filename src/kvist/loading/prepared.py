@@ -1,15 +1,19 @@
-"""Prepared copies: what is costly to make from a GGUF file, made once and kept in Hugging Face format.
+"""Prepared copies: what is costly to make from a model's files, made once and kept.
 
-    <hash of the file>-<weights_format>/
-        config.json  generation_config.json  tokenizer.json  tokenizer_config.json  model.safetensors
+    <hash of the files>-<weights_format>/
+        model.safetensors   all weights
+        packed.json         the formats of packed matrices, where weights are quantised
         prepared.json       what it was made from, by which layout, and the size of every other file
 
-A copy is loaded exactly as any other directory in Hugging Face format.
+    of a GGUF file also
+        config.json  generation_config.json  tokenizer.json  tokenizer_config.json
+
+A GGUF file's copy without packed matrices is loaded exactly as any other directory in Hugging Face format.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +24,7 @@ from kvist.loading.progress import Progress
 from kvist.loading.untrusted_file import read_json, require_gguf, write_json
 
 # Raise it whenever the same file would be prepared differently, its tokenizer included: older copies are then remade.
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 
 _MANIFEST = "prepared.json"
 
@@ -35,24 +39,42 @@ def prepared_copy(gguf_path: Path, weights_format: str, progress: Progress) -> P
         UnsupportedModelError: the file holds a model that is not run.
     """
     require_gguf(gguf_path)  # before all of it is read
-    key = f"{file_hash(gguf_path, progress)}-{weights_format}"
-    target = cache_folder() / "prepared" / key
+
+    def make(directory: Path) -> None:
+        from kvist.loading.gguf_conversion import convert_gguf  # needs torch, which listing the copies does not
+
+        convert_gguf(gguf_path, weights_format, directory, progress)
+
+    return prepared_weights(gguf_path.name, file_hash(gguf_path, progress), weights_format, make, progress)
+
+
+def prepared_weights(
+    source: str, files_hash: str, weights_format: str, make: Callable[[Path], None], progress: Progress
+) -> Path:
+    """The directory with a model's weights in a format, made by `make` if it is not there yet.
+
+    As `prepared_copy`, for files whose configuration and tokenizer are used where they lie.
+
+    Args:
+        source: what the model goes by.
+        files_hash: of all its files.
+        make: writes the weights into an empty directory.
+    """
+    target = cache_folder() / "prepared" / f"{files_hash}-{weights_format}"
     if _is_whole(target):
         return target
-    from kvist.loading.gguf_conversion import convert_gguf  # needs torch, which listing the copies does not
-
     make_folder("prepared")
     try:
         with only_process(target, progress) as work:
             if not _is_whole(target):  # another process may have made it meanwhile
                 made = work / "copy"
                 made.mkdir()
-                convert_gguf(gguf_path, weights_format, made, progress)
-                _seal(made, gguf_path.name, weights_format)
+                make(made)
+                _seal(made, source, weights_format)
                 move_into_place(made, target)
     except OSError as error:
         raise ModelFileError(
-            f"cannot keep a prepared copy of {gguf_path.name} in {target.parent}: {error.strerror or error}; "
+            f"cannot keep a prepared copy of {source} in {target.parent}: {error.strerror or error}; "
             "free some space, or set KVIST_CACHE to another folder"
         ) from error
     return target

@@ -29,6 +29,8 @@ _IGNORED_PREFIXES = (
 )  # fmt: skip
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
 
+_PACKED_DTYPE = "U8"
+
 # Bytes converted at once, so that the stored form of a tensor never lies in memory beside the converted one.
 _BYTES_AT_ONCE = 8 << 20
 
@@ -77,19 +79,35 @@ class SafetensorsCheckpoint:
 
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         entry = self._entries[name]
-        stored = PLAIN_DTYPES.get(entry.dtype)
-        if stored is None:
-            raise UnsupportedModelError(
-                f"{entry.file}: {shown(name)} is stored as {entry.dtype}: readable are {', '.join(PLAIN_DTYPES)}"
-            )
+        stored = self._stored_dtype(entry, dtype)
         if stored == dtype:
             mapped: torch.Tensor = self._files[entry.file].get_tensor(entry.stored_name)
             return mapped
         return _converted(entry, stored, dtype)
 
+    def rows(self, name: str, first: int, stop: int) -> torch.Tensor:
+        entry = self._entries[name]
+        self._stored_dtype(entry, torch.float32)
+        rows: torch.Tensor = self._files[entry.file].get_slice(entry.stored_name)[first:stop]
+        return rows.float()
+
+    def block_type(self, name: str) -> str | None:
+        """None: these files hold plain numbers."""
+        return None
+
     def codes(self, name: str) -> StoredCodes | None:
         """None: these files hold plain numbers."""
         return None
+
+    def _stored_dtype(self, entry: _Entry, wanted: torch.dtype) -> torch.dtype:
+        """Packed bytes are read as such alone, and plain numbers never as bytes."""
+        dtypes = {_PACKED_DTYPE: torch.uint8} if wanted == torch.uint8 else PLAIN_DTYPES
+        stored = dtypes.get(entry.dtype)
+        if stored is None:
+            raise UnsupportedModelError(
+                f"{entry.file}: {shown(entry.stored_name)} is stored as {entry.dtype}: readable are {', '.join(dtypes)}"
+            )
+        return stored
 
     def _listing(self) -> dict[Path, list[str] | None]:
         """The files to read and the tensors to take from each; None for all."""

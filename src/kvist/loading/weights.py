@@ -12,23 +12,27 @@ from torch.overrides import TorchFunctionMode
 
 from kvist.config import ModelConfig
 from kvist.errors import ModelFileError, shown
+from kvist.kernels.weight_codec import QuantisedWeight
 from kvist.loading.checkpoint import Checkpoint
 from kvist.loading.untrusted_file import FETCH_AGAIN
+from kvist.loading.weights_plan import KeptWeight, takes, weights_plan
 from kvist.models.decoder import Decoder
+from kvist.models.matrices import quantised_module, wide_module
 from kvist.models.registry import build_decoder
-
-WEIGHT_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 _PREFIX = "model."
 
 
-def fitting_decoder(config: ModelConfig, checkpoint: Checkpoint, source: str) -> tuple[Decoder, dict[str, str]]:
+def fitting_decoder(
+    config: ModelConfig, checkpoint: Checkpoint, source: str, packed: Mapping[str, str] | None = None
+) -> tuple[Decoder, dict[str, str]]:
     """A decoder without memory for its weights, and the checkpoint's tensor for each of its parameters.
 
     Args:
         config: what the decoder is built from.
         checkpoint: where the tensors will come from.
         source: what to call it in messages.
+        packed: the format of each of the checkpoint's tensors that is a packed matrix.
 
     Raises:
         ModelFileError: tensors are missing, left over or of another shape than the configuration says.
@@ -36,7 +40,7 @@ def fitting_decoder(config: ModelConfig, checkpoint: Checkpoint, source: str) ->
     num_tensors = len(checkpoint.names())
     if config.num_layers > num_tensors:  # before that many layers are built
         raise _misfit(source, f"{config.num_layers} layers, but {num_tensors} tensors")
-    decoder = _empty_decoder(config)
+    decoder = empty_decoder(config)
     parameters = dict(decoder.named_parameters())
     tensors: dict[str, str] = {}
     for name in checkpoint.names():
@@ -48,42 +52,62 @@ def fitting_decoder(config: ModelConfig, checkpoint: Checkpoint, source: str) ->
         raise _misfit(source, f"it lacks {_some(missing)}")
     if unexpected := tensors.keys() - parameters.keys():
         raise _misfit(source, f"it also holds {_some(unexpected)}")
-    shapes = {name: (checkpoint.shape(tensors[name]), tuple(parameters[name].shape)) for name in parameters}
+    shapes = {}
+    for name, parameter in parameters.items():
+        shape, storage = tuple(parameter.shape), (packed or {}).get(tensors[name])
+        if storage is not None and not takes(storage, shape):
+            raise _misfit(source, f"{name} of shape {shape} cannot be packed as {shown(storage)}")
+        stored = shape if storage is None else KeptWeight(shape, storage).spec.shape
+        shapes[name] = (checkpoint.shape(tensors[name]), stored)
     if wrong := [f"{name} {shape} for {wanted}" for name, (shape, wanted) in shapes.items() if shape != wanted]:
         raise _misfit(source, f"shapes differ: {_some(wrong)}")
     return decoder, {name: tensors[name] for name in parameters}
 
 
-def assign_weights(decoder: Decoder, checkpoint: Checkpoint, names: Mapping[str, str], dtype: torch.dtype) -> int:
-    """Read the tensor of every parameter in `dtype` and put it in place; returns the bytes of all."""
-    num_bytes = 0
-    for parameter_name, tensor_name in names.items():
-        tensor = checkpoint.read(tensor_name, dtype)
-        module_name, _, leaf = parameter_name.rpartition(".")
-        setattr(decoder.get_submodule(module_name), leaf, nn.Parameter(tensor, requires_grad=False))
-        num_bytes += tensor.nbytes
-    return num_bytes
+def assign_weights(
+    decoder: Decoder, checkpoint: Checkpoint, names: Mapping[str, str], plan: Mapping[str, KeptWeight]
+) -> int:
+    """Read every parameter as the plan keeps it and put it in place; returns the bytes of all."""
+    tensors = {name: checkpoint.read(tensor_name, plan[name].spec.dtype) for name, tensor_name in names.items()}
+    for name, tensor in tensors.items():
+        if plan[name].packed is None:
+            module_name, _, leaf = name.rpartition(".")
+            setattr(decoder.get_submodule(module_name), leaf, nn.Parameter(tensor, requires_grad=False))
+    # Other modules for matrices that are packed, or have fewer digits than the hidden states; biases are in place now.
+    in_float32 = any(kept.storage != "bf16" for kept in plan.values())
+    for name, tensor in tensors.items():
+        kept, module_name = plan[name], name.rpartition(".")[0]
+        if kept.packed is not None:
+            num_rows, num_columns = kept.shape
+            weight = QuantisedWeight(kept.storage, num_rows, num_columns, tensor)
+            decoder.set_submodule(module_name, quantised_module(decoder.get_submodule(module_name), weight))
+        elif kept.storage == "bf16" and in_float32:
+            decoder.set_submodule(module_name, wide_module(decoder.get_submodule(module_name)))
+    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def weights_bytes(config: ModelConfig, weights_format: str) -> int:
-    """The bytes of all parameters of a model, tied ones once, without any of them.
+    """The bytes of all weights of a model, tied ones once, without any of them.
 
     Raises:
         ModelFileError: the configuration is of sizes that no machine holds.
     """
     # Layers are alike, with a window or without: so a configuration that claims thousands takes no longer.
-    one, two = (_num_parameters(replace(config, windows=config.windows[:1] * num_layers)) for num_layers in (1, 2))
-    return (one + (config.num_layers - 1) * (two - one)) * WEIGHT_DTYPES[weights_format].itemsize
+    one, two = (
+        _planned_bytes(replace(config, windows=config.windows[:1] * num_layers), weights_format)
+        for num_layers in (1, 2)
+    )
+    return one + (config.num_layers - 1) * (two - one)
 
 
-def _num_parameters(config: ModelConfig) -> int:
+def _planned_bytes(config: ModelConfig, weights_format: str) -> int:
     try:
-        return sum(parameter.numel() for parameter in _empty_decoder(config).parameters())
+        return sum(kept.spec.num_bytes for kept in weights_plan(empty_decoder(config), weights_format).values())
     except RuntimeError as error:  # PyTorch cannot count the bytes of a matrix
         raise ModelFileError("the weights would be larger than any machine's memory") from error
 
 
-def _empty_decoder(config: ModelConfig) -> Decoder:
+def empty_decoder(config: ModelConfig) -> Decoder:
     """A decoder without memory for its weights."""
     with torch.device("meta"), _NoRandomValues():
         return build_decoder(config)

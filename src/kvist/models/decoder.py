@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from kvist.config import ModelConfig, RopeConfig
+from kvist.models.layers import RMSNorm
+from kvist.models.matrices import TokenEmbedding
 from kvist.models.step_inputs import StepInputs
 
 
@@ -18,11 +20,23 @@ class Decoder(nn.Module, ABC):
     tied embeddings is the embedding itself.
     """
 
+    norm: RMSNorm
+    """After the last layer."""
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.embed_dim)
+        self.embed_tokens = TokenEmbedding(config.vocab_size, config.embed_dim)
         self.lm_head = None if config.tie_embeddings else nn.Linear(config.embed_dim, config.vocab_size, bias=False)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What hidden states are computed in."""
+        return self.norm.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.norm.weight.device
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         """Logits `[S, V]`, float32, of the rows that the step asks for. Writes the step's keys and values."""
@@ -38,5 +52,5 @@ class Decoder(nn.Module, ABC):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[S, V]` float32 from hidden states `[S, E]`."""
-        matrix = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
-        return nn.functional.linear(hidden, matrix).float()
+        logits: torch.Tensor = self.embed_tokens.product(hidden) if self.lm_head is None else self.lm_head(hidden)
+        return logits.float()

@@ -83,14 +83,15 @@ class Gemma3Decoder(Decoder):
 
     def hidden_states(self, inputs: StepInputs) -> torch.Tensor:
         config = self.gemma
-        dtype, device = self.embed_tokens.weight.dtype, inputs.positions.device
+        x = self.embed_tokens(inputs.token_ids)
+        dtype, device = x.dtype, x.device
         tables = {
             rope: rope_tables(inverse_frequencies(rope, config.head_dim, device), inputs.positions, dtype)
             for rope in (config.global_rope, config.local_rope)
         }
         # The factor is rounded to the weights' dtype first, as in training.
         factor = torch.tensor(config.embed_dim**0.5, dtype=dtype, device=device)
-        x = self.embed_tokens(inputs.token_ids) * factor
+        x = x * factor
         for index, layer in enumerate(self.layers):
             x = layer(x, tables[self.rope_of(index)], inputs.cache, index)
         y: torch.Tensor = self.norm(x)

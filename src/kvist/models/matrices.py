@@ -1,0 +1,97 @@
+"""The matrices of a decoder in the forms in which their weights are kept."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from kvist.kernels import linear, native
+from kvist.kernels.weight_codec import QuantisedWeight, decode_rows
+
+
+class TokenEmbedding(nn.Embedding):
+    """The table of token vectors, which is the output matrix too where both are tied."""
+
+    def product(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`[S, V]` from hidden states `[S, E]`."""
+        return nn.functional.linear(hidden, self.weight)
+
+
+class WideLinear(nn.Linear):
+    """A linear layer whose input and result have more digits than its weights."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias = None if self.bias is None else self.bias.to(self.weight.dtype)
+        return nn.functional.linear(x.to(self.weight.dtype), self.weight, bias).to(x.dtype)
+
+
+class WideEmbedding(TokenEmbedding):
+    """A table of token vectors in fewer digits than what is computed with them, float32."""
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(token_ids).float()
+
+    def product(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().product(hidden.to(self.weight.dtype)).to(hidden.dtype)
+
+
+class QuantisedMatrix(nn.Module):
+    """A packed matrix `[N, K]`: what products with it are made of, native where it lies on the CPU."""
+
+    def __init__(self, weight: QuantisedWeight) -> None:
+        super().__init__()
+        self.packed = weight
+        # Not a parameter: it is no matrix of numbers, and no gradient reaches it.
+        self.register_buffer("data", weight.data, persistent=False)
+        self._native = native.linear_weight(weight) if weight.data.device.type == "cpu" else None
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """`x @ W.T`, `[T, N]` in the dtype of `x` `[T, K]`, float32 or bfloat16."""
+        if self._native is None:
+            return linear.linear(x, self.packed)
+        out = x.new_empty(len(x), self.packed.num_rows)
+        # Capsules: asking the tensors for them takes longer than many a product.
+        x = x.detach() if x.stride(-1) == 1 else x.detach().contiguous()
+        self._native.apply(torch.to_dlpack(x), torch.to_dlpack(out), num_threads=torch.get_num_threads())  # type: ignore[attr-defined]  # they are public
+        return out
+
+
+class QuantisedLinear(QuantisedMatrix):
+    """A linear layer with quantised weights."""
+
+    def __init__(self, weight: QuantisedWeight, bias: torch.Tensor | None = None) -> None:
+        super().__init__(weight)
+        self.bias = bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.product(x)
+        return y if self.bias is None else y.add_(self.bias)
+
+
+class QuantisedEmbedding(QuantisedMatrix):
+    """A table of quantised token vectors, and the output matrix where both are tied."""
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """`[T, E]` float32."""
+        return decode_rows(self.packed, token_ids)
+
+
+def quantised_module(module: nn.Module, weight: QuantisedWeight) -> nn.Module:
+    """What takes the place of a matrix's module, with its bias, once its weights are packed."""
+    if isinstance(module, TokenEmbedding):
+        return QuantisedEmbedding(weight)
+    return QuantisedLinear(weight, module.bias.detach() if isinstance(module.bias, torch.Tensor) else None)
+
+
+def wide_module(module: nn.Module) -> nn.Module:
+    """What takes the place of a matrix's module whose weights have fewer digits than what is computed with them."""
+    wide: WideEmbedding | WideLinear
+    with torch.device("meta"):
+        if isinstance(module, TokenEmbedding):
+            wide = WideEmbedding(module.num_embeddings, module.embedding_dim)
+        else:
+            assert isinstance(module, nn.Linear)
+            wide = WideLinear(module.in_features, module.out_features, bias=module.bias is not None)
+            wide.bias = module.bias
+    wide.weight = module.weight
+    return wide
