@@ -43,6 +43,18 @@ def test_decode_reads_the_whole_context_of_every_sequence_in_every_layer(attende
         assert not torch.equal(different[0], different[1])
 
 
+def test_forks_share_all_pages_but_the_last_and_give_the_same(attended) -> None:
+    int8 = LayerFormats.parse("int8")
+    apart, shared = FilledCache(replace(SHAPE, batch=1), int8), FilledCache(replace(SHAPE, batch=4), int8, shares=True)
+    apart.decode()
+    expected = [mixed for _, _, mixed in attended]
+    for _ in range(2):
+        attended.clear()
+        shared.decode()
+        assert all(torch.equal(mixed[:1], one) for (_, _, mixed), one in zip(attended, expected, strict=True))
+    assert [pool.pages_in_use for pool in (group.pool for group in shared._cache.groups)] == [2 + 4]
+
+
 def test_prefill_takes_the_context_in_steps(attended, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "_MAX_STEP_TOKENS", 100)
     FilledCache(replace(SHAPE, batch=1, layers=1), LayerFormats.parse("int8")).prefill()

@@ -38,6 +38,16 @@ def test_json_has_what_the_table_has(kvist):
     assert printed["machine"]["torch"]
 
 
+def test_a_shared_prefix_stands_beside_sequences_apart(kvist):
+    outcome = kvist(
+        "bench", "attention", *SMALL, "--batch", "3", "--shared-prefix", "--kv-format", "int8", "--json", "-"
+    )
+    apart, shared = json.loads(outcome.out)["rows"]
+    assert [apart["name"], shared["name"]] == ["int8", "int8, shared prefix"]
+    assert apart["gb_per_s"] == pytest.approx(apart["tokens_per_s"] * 70 * 272 / 1e9)
+    assert shared["gb_per_s"] == pytest.approx(shared["tokens_per_s"] / 3 * 70 * 272 / 1e9)
+
+
 def test_prefill_is_counted_in_operations(kvist, tmp_path):
     file = tmp_path / "a.json"
     outcome = kvist("bench", "attention", *SMALL, "--prefill", "--kv-format", "bf16", "--json", str(file))
@@ -61,6 +71,8 @@ def test_a_picture_is_drawn(kvist, tmp_path):
         (["--kv-heads", "2", "--heads", "3"], "kv_heads is 2: it must divide the 3 query heads"),
         (["--head-dim", "0"], "head_dim is 0: it must be at least 1"),
         (["--head-dim", "12", "--kv-format", "int4"], "int4 cannot take a head dim of 12"),
+        (["--shared-prefix"], "--shared-prefix is for decoding several sequences: give --batch N"),
+        (["--shared-prefix", "--batch", "2", "--prefill"], "and leave out --prefill"),
         (["--prefill", "--pytorch"], "--pytorch has forms of decode only: leave out --prefill"),
         (["--plot", "a.gif"], "has no known ending"),
         (["--json", "/no/such/folder/a.json"], "there is no folder"),

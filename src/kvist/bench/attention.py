@@ -67,6 +67,7 @@ class FilledCache:
     Args:
         shape: what it holds.
         kv_format: how.
+        shares: whether the sequences are forks of one, which share its pages.
         dtype: of the queries.
 
     Attributes:
@@ -76,7 +77,14 @@ class FilledCache:
         CacheFullError: the machine lacks the memory.
     """
 
-    def __init__(self, shape: AttentionShape, kv_format: LayerFormats, dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(
+        self,
+        shape: AttentionShape,
+        kv_format: LayerFormats,
+        *,
+        shares: bool = False,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
         self._shape = shape
         layers = shape.layer_configs
         needed = shape.batch * CachePlan(layers, kv_format, 0, _MAX_STEP_TOKENS).bytes_for(shape.context + 1)
@@ -88,10 +96,8 @@ class FilledCache:
         statics = [_statics(shape)] * shape.layers if kv_format.quantised_keys else None
         self._cache = KVCache(layers, CacheConfig(kv_format, needed, 0, _MAX_STEP_TOKENS), key_statics=statics)
         self.bytes_per_token = self._cache.bytes_per_token
-        self._sequences = [self._cache.open() for _ in range(shape.batch)]
-        for sequence in self._sequences:
-            if not self._cache.reserve(sequence, shape.context + 1):
-                raise RuntimeError("the cache was measured for these sequences and does not take them")
+        self._sequences = [self._cache.open() for _ in range(1 if shares else shape.batch)]
+        self._reserve()
         generator = torch.Generator().manual_seed(0)
         rows = max(_MAX_STEP_TOKENS, shape.batch)
         self._q = _random(generator, rows, shape.num_heads, shape.head_dim).to(dtype)
@@ -103,6 +109,14 @@ class FilledCache:
                     k, v = (_random(generator, count, shape.num_kv_heads, shape.head_dim).to(dtype) for _ in range(2))
                     view.write(layer, k, v)
                 self._cache.commit(view)
+        while len(self._sequences) < shape.batch:
+            self._sequences.append(self._cache.fork(self._sequences[0]))
+        self._reserve()
+
+    def _reserve(self) -> None:
+        for sequence in self._sequences:
+            if not self._cache.reserve(sequence, self._shape.context + 1):
+                raise RuntimeError("the cache was measured for these sequences and does not take them")
 
     def decode(self) -> None:
         """One token of each sequence attends, in every layer. Nothing is appended: the last token does it again."""

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 FORMATS = ("bf16", "int8", "int4")
 _STANDARD_OUTPUT = Path("-")
+_SHARED = ", shared prefix"
 
 
 def attention(
@@ -43,6 +44,9 @@ def attention(
         ),
     ] = None,
     prefill: Annotated[bool, typer.Option("--prefill", help="Measure prefill in place of decode.")] = False,
+    shared_prefix: Annotated[
+        bool, typer.Option("--shared-prefix", help="The same batch as forks of one sequence beside it.")
+    ] = False,
     pytorch: Annotated[bool, typer.Option("--pytorch", help="PyTorch's own forms of decode beside it.")] = False,
     repetitions: Annotated[int, typer.Option(help="That count, of each format.", metavar="N", min=1)] = 7,
     json: Annotated[
@@ -64,6 +68,9 @@ def attention(
     if pytorch and prefill:
         raise OptionError("--pytorch has forms of decode only: leave out --prefill")
 
+    if shared_prefix and (prefill or batch < 2):
+        raise OptionError("--shared-prefix is for decoding several sequences: give --batch N, and leave out --prefill")
+
     options.prepare_to_compute()
     from kvist.bench.attention import AttentionShape
 
@@ -75,7 +82,7 @@ def attention(
             from kvist.evaluate.plot import check_plot
 
             kind = check_plot(plot)
-        report = _measure(shape, formats, repetitions, threads, prefill=prefill, pytorch=pytorch)
+        report = _measure(shape, formats, repetitions, threads, prefill=prefill, shares=shared_prefix, pytorch=pytorch)
         if json_file is not None:
             json_file.write(lambda path: path.write_text(report.json() + "\n", encoding="utf-8"))
         if plot_file is not None:
@@ -98,8 +105,8 @@ class Row:
     Attributes:
         name: of the format or form.
         tokens_per_s: of all sequences together.
-        bytes_per_token: of keys and values that a token of decode reads; in prefill, of keys and values per token.
-        gb_per_s: that were read; None in prefill.
+        bytes_per_token: of keys and values, of all layers.
+        gb_per_s: of keys and values that decode had to read, a shared prefix once; None in prefill.
         roofline_fraction: of the read bandwidth around it; None in prefill.
         gflop_per_s: of the causal products; None in decode.
         bandwidth_gb_per_s: around it.
@@ -193,6 +200,7 @@ def _measure(
     threads: int | None,
     *,
     prefill: bool,
+    shares: bool,
     pytorch: bool,
 ) -> Report:
     import torch
@@ -204,15 +212,17 @@ def _measure(
 
     if threads is not None:
         torch.set_num_threads(threads)
-    bytes_read = shape.context * shape.batch
+    tokens_read = shape.context * shape.batch
     with progress_bar() as progress:
         tasks: dict[str, Callable[[], object]] = {}
         bytes_per_token: dict[str, int] = {}
-        for done, kv_format in enumerate(formats):
-            progress("filling caches", done, len(formats))
-            cache = FilledCache(shape, kv_format)
-            tasks[str(kv_format)] = cache.prefill if prefill else cache.decode
-            bytes_per_token[str(kv_format)] = cache.bytes_per_token
+        caches = [(kv_format, forks) for kv_format in formats for forks in (False, *([True] if shares else []))]
+        for done, (kv_format, forks) in enumerate(caches):
+            progress("filling caches", done, len(caches))
+            cache = FilledCache(shape, kv_format, shares=forks)
+            name = f"{kv_format}{_SHARED}" if forks else str(kv_format)
+            tasks[name] = cache.prefill if prefill else cache.decode
+            bytes_per_token[name] = cache.bytes_per_token
         if pytorch:
             for name, form in torch_forms(shape):
                 tasks[f"PyTorch, {name}"] = form
@@ -226,9 +236,12 @@ def _measure(
     peaks = None
     if prefill:
         peaks = {name: peak_flop_per_s(getattr(torch, name)) / 1e9 for name in ("bfloat16", "int8")}
-    tokens = bytes_read if prefill else shape.batch
+    tokens, flop = (tokens_read, shape.prefill_flop) if prefill else (shape.batch, None)
+    # What is shared need be read once.
     rows = tuple(
-        _row(name, timing, tokens, bytes_per_token[name], bytes_read, shape.prefill_flop if prefill else None)
+        _row(
+            name, timing, tokens, bytes_per_token[name], shape.context if name.endswith(_SHARED) else tokens_read, flop
+        )
         for name, timing in timings.items()
     )
     return Report(shape, MachineFacts.gather(torch.get_num_threads()), rows, peaks)
