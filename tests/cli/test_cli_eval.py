@@ -60,7 +60,7 @@ def test_a_row_for_each_format_and_the_reference_below(kvist, asked):
     outcome = kvist(*asked, "--kv-format", "fp32", "--kv-format", "k=int8,v=int4")
     assert (outcome.code, outcome.err) == (0, "")
     title, _, heading, exact, mixed, reference = outcome.out.splitlines()
-    assert title.rstrip() == "tiny on text.txt, 3 windows of 100 tokens, fp32 compute"
+    assert title.rstrip() == "tiny on text.txt, 3 windows of 100 tokens, weights in fp32"
     assert heading.split() == ["kv_format", "token", "divergence", "divergence", "agreement", "perplexity", "time"]
     # 3 layers with keys and values of 2 heads of 32 numbers.
     assert exact.split()[:5] == ["fp32", "1,536", "0", "0", "100.00%"]
@@ -77,10 +77,10 @@ def test_json_holds_the_figures_and_what_they_hold_for(kvist, asked):
     assert "one position in 3" in outcome.out
     found = json.loads(Path("out.json").read_text(encoding="utf-8"))
     assert list(found) == [
-        "model", "text", "text_sha256", "compute", "window", "every", "threads", "kvist", "torch",
+        "model", "text", "text_sha256", "weights_format", "window", "every", "threads", "kvist", "torch",
         "windows", "positions", "reference_perplexity", "reference_seconds", "rows",
     ]  # fmt: skip
-    assert (found["model"], found["text"], found["compute"]) == ("tiny", "text.txt", "fp32")
+    assert (found["model"], found["text"], found["weights_format"]) == ("tiny", "text.txt", "fp32")
     assert found["text_sha256"] == hashlib.sha256(TEXT.encode()).hexdigest()
     assert (found["window"], found["windows"], found["every"], found["positions"]) == (100, 3, 3, 99)
     assert found["torch"] == torch.__version__
@@ -108,10 +108,14 @@ def test_the_default_formats_are_those_of_the_documents(kvist, asked):
     assert means[1] < means[2] < means[3]
 
 
-def test_compute_in_bf16_shows_in_every_row_and_not_in_the_reference(kvist, asked):
+def test_weights_show_in_every_row_and_not_in_the_reference(kvist, asked):
     asked += ["--kv-format", "bf16", "--kv-format", "fp32", "--json", "-"]
-    fp32, bf16 = (json.loads(kvist(*asked, "--compute", compute).out) for compute in ("fp32", "bf16"))
-    assert (fp32["compute"], bf16["compute"]) == ("fp32", "bf16")
+    fp32, bf16, int8 = (
+        json.loads(kvist(*asked, option, name).out)
+        for option, name in (("--compute", "fp32"), ("--compute", "bf16"), ("--weights-format", "int8"))
+    )
+    assert (fp32["weights_format"], bf16["weights_format"], int8["weights_format"]) == ("fp32", "bf16", "int8")
+    assert int8["rows"][1]["kl_mean"] > 0
     assert bf16["reference_perplexity"] == fp32["reference_perplexity"]
     assert fp32["rows"][1]["kl_mean"] == 0 < bf16["rows"][1]["kl_mean"]
     assert fp32["rows"][0]["kl_mean"] < bf16["rows"][0]["kl_mean"]
@@ -145,7 +149,7 @@ def test_a_plot_without_matplotlib_says_what_to_install(kvist, asked, unloaded, 
         (["--kv-format", "int9"], "unknown kv_format 'int9': did you mean 'int8'"),
         (["--kv-format", "k=int8"], "gives no format for the values"),
         (["--kv-format", "int8", "--kv-format", "int8"], "kv_format int8 is there twice"),
-        (["--compute", "int8"], "unknown compute 'int8'"),
+        (["--compute", "int9"], "unknown weights_format 'int9'"),
         (["--window", "1"], "window is 1: it must be at least 2"),
         (["--windows", "0"], "windows is 0: it must be at least 1"),
         (["--every", "0"], "every is 0: it must be from 1 to 100, the window"),

@@ -23,13 +23,13 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return write_tiny_directory(tmp_path / "model")
 
 
-def config(*formats: str, compute: str = "fp32") -> EvalConfig:
-    return EvalConfig(tuple(map(LayerFormats.parse, formats)), compute, window=100, windows=1)
+def config(*formats: str, weights_format: str = "fp32") -> EvalConfig:
+    return EvalConfig(tuple(map(LayerFormats.parse, formats)), weights_format, window=100, windows=1)
 
 
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 def test_the_statics_are_those_of_the_model_that_is_tested(directory: Path, compute: str) -> None:
-    asked = config("bf16", "int8", compute=compute)
+    asked = config("bf16", "int8", weights_format=compute)
     evaluated = EvaluatedModel.load(directory, asked)
     assert evaluated.tested.decoder.embed_tokens.weight.dtype == (
         torch.float32 if compute == "fp32" else torch.bfloat16
@@ -72,5 +72,5 @@ def test_what_the_caches_refuse_is_refused_before_the_model_is_loaded_again(
     monkeypatch.setattr(evaluated_model, "load", counted)
     monkeypatch.setattr(evaluation, "available_bytes", lambda: free_bytes)
     with pytest.raises(error, match=message):
-        EvaluatedModel.load(directory, config(*formats, compute="bf16"))
+        EvaluatedModel.load(directory, config(*formats, weights_format="bf16"))
     assert loaded == ["fp32"]

@@ -115,7 +115,7 @@ def test_a_passage_of_another_text_is_found_wherever_it_stands():
         ({"window": 1}, "window is 1"),
         ({"windows": 0}, "windows is 0"),
         ({"every": 0}, "every is 0"),
-        ({"compute": "bf17"}, "did you mean 'bf16'"),
+        ({"weights_format": "bf17"}, "did you mean 'bf16'"),
         ({"formats": ()}, "no kv_format"),
         ({"formats": (INT8, LayerFormats.parse("k=int8,v=int8"))}, "int8 is there twice"),
         ({"formats": (INT8, LayerFormats.parse("int8/0:int8"))}, "int8 is there twice"),

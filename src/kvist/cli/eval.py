@@ -12,7 +12,7 @@ from kvist.cli.output import print_note, table_console
 from kvist.cli.output_file import output_file
 from kvist.cli.progress import progress_bar
 from kvist.cli.reading import read_bytes
-from kvist.config import check_threads
+from kvist.config import WEIGHTS_FORMATS, check_threads
 from kvist.errors import OptionError
 from kvist.evaluate.eval_config import EvalConfig
 from kvist.kv_format import LayerFormats
@@ -38,9 +38,15 @@ def evaluate(
             show_default=" ".join(DEFAULT_KV_FORMATS),
         ),
     ] = None,
-    compute: Annotated[
-        str, typer.Option(help="Weights and compute of the rows: fp32 or bf16.", metavar="FORMAT")
-    ] = EvalConfig.compute,
+    weights_format: Annotated[
+        str,
+        typer.Option(
+            "--weights-format",
+            "--compute",
+            help=f"How the rows' model keeps its weights: {', '.join(WEIGHTS_FORMATS)}.",
+            metavar="FORMAT",
+        ),
+    ] = EvalConfig.weights_format,
     window: Annotated[int, typer.Option(help="Tokens that are predicted in one go.", metavar="N")] = EvalConfig.window,
     windows: Annotated[int, typer.Option(help="How many, from the beginning on.", metavar="N")] = EvalConfig.windows,
     every: Annotated[int, typer.Option(help="Score every Nth position: quicker.", metavar="N")] = EvalConfig.every,
@@ -60,11 +66,11 @@ def evaluate(
 
     The defaults take some minutes, for a large model many: --windows 1, a shorter --window or --every 16 take less.
 
-    With --compute bf16 every row contains what weights and compute in bf16 cost, too; the row of bf16 shows how much
-    that is alone.
+    With --weights-format every row contains what these weights and their arithmetic cost, too; with --kv-format fp32 it
+    is that alone.
     """
     config = EvalConfig(
-        tuple(map(LayerFormats.parse, kv_format or DEFAULT_KV_FORMATS)), compute, window, windows, every
+        tuple(map(LayerFormats.parse, kv_format or DEFAULT_KV_FORMATS)), weights_format, window, windows, every
     )
     if threads is not None:
         check_threads("threads", threads)

@@ -48,7 +48,7 @@ class EvalReport:
             "model": self.model,
             "text": self.text.name,
             "text_sha256": self.text.sha256,
-            "compute": self.config.compute,
+            "weights_format": self.config.weights_format,
             "window": self.config.window,
             "every": self.config.every,
             "threads": torch.get_num_threads(),
@@ -63,7 +63,7 @@ class EvalReport:
         windows, every = self.evaluation.windows, self.config.every
         counted = f"{windows:,} window{'s' * (windows != 1)} of {self.config.window:,} tokens"
         scored = "" if every == 1 else f", one position in {every:,}"
-        return f"{self.model} on {self.text.name}, {counted}{scored}, {self.config.compute} compute"
+        return f"{self.model} on {self.text.name}, {counted}{scored}, weights in {self.config.weights_format}"
 
     def table(self) -> RenderableType:
         """The same for a person."""

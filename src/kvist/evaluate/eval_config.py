@@ -19,7 +19,8 @@ class EvalConfig:
 
     Args:
         formats: of the cache, each once.
-        compute: weights and arithmetic that the formats are tested with, `fp32` or `bf16`. The reference's are fp32.
+        weights_format: of the model that the formats are tested with; it decides the arithmetic too. The reference's is
+            fp32.
         window: tokens that are predicted in one sequence; a BOS token counts.
         windows: how many follow one another from the text's beginning on.
         every: positions from one that is scored to the next.
@@ -29,13 +30,13 @@ class EvalConfig:
     """
 
     formats: tuple[LayerFormats, ...]
-    compute: str = "fp32"
+    weights_format: str = "fp32"
     window: int = 2048
     windows: int = 8
     every: int = 1
 
     def __post_init__(self) -> None:
-        check_format("compute", self.compute, WEIGHTS_FORMATS)
+        check_format("weights_format", self.weights_format, WEIGHTS_FORMATS)
         check_integer("window", self.window, LEAST_WINDOW)
         check_integer("windows", self.windows, 1)
         check_integer("every", self.every, 1, self.window, note=", the window")

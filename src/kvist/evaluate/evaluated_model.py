@@ -42,7 +42,8 @@ class EvaluatedModel:
         reference = load(model, "fp32", progress=progress)
         for kv_format in (*config.formats, EXACT):
             check_window(reference.config.layers, kv_format, config.window, CacheConfig.max_step_tokens)
-        tested = reference if config.compute == "fp32" else load(model, config.compute, progress=progress)
+        weights_format = config.weights_format
+        tested = reference if weights_format == "fp32" else load(model, weights_format, progress=progress)
         return cls(reference, tested)
 
     def key_statics(self, config: EvalConfig, *, progress: Progress | None = None) -> Sequence[KeyStatics] | None:
