@@ -125,45 +125,66 @@ def load(
     return _load_directory(source.path, source, weights_format or "bf16", progress)
 
 
+@dataclass(frozen=True)
+class _Weights:
+    """A directory's weights, and a decoder that they fit and that has none yet."""
+
+    checkpoint: SafetensorsCheckpoint
+    packed: dict[str, str]
+    decoder: Decoder
+    names: dict[str, str]
+
+    @classmethod
+    def of(cls, directory: Path, config: ModelConfig) -> _Weights:
+        checkpoint, packed = SafetensorsCheckpoint(directory), read_packed(directory)
+        return cls(checkpoint, packed, *fitting_decoder(config, checkpoint, str(directory), packed))
+
+    def assign(self, weights_format: str) -> int:
+        """Give the decoder its weights; returns their bytes."""
+        if weights_format in WEIGHT_DTYPES:
+            plan = weights_plan(self.decoder, weights_format)
+        else:
+            plan = stored_plan(self.decoder, self.names, self.packed)
+        return assign_weights(self.decoder, self.checkpoint, self.names, plan)
+
+
 def _load_directory(directory: Path, source: ModelSource, weights_format: str, progress: Progress) -> LoadedModel:
     raw = read_json(directory / "config.json")
     with errors_about(directory / "config.json"):
         _refuse_quantised(raw)
         config = decoder_config(raw)
-    checkpoint, packed = SafetensorsCheckpoint(directory), read_packed(directory)
-    decoder, names = fitting_decoder(config, checkpoint, str(directory), packed)
+    weights = _Weights.of(directory, config)
     tokenizer = Tokenizer.from_directory(directory)
     _check_vocabulary(directory, tokenizer, config)
     files_hash = FilesHash(
-        (directory / "config.json", *checkpoint.files), source_hash(directory) if source.is_gguf else None
+        (directory / "config.json", *weights.checkpoint.files), source_hash(directory) if source.is_gguf else None
     )
     if weights_format not in WEIGHT_DTYPES and not source.is_gguf:
-        plan = weights_plan(decoder, weights_format)
-        own, own_names, making = checkpoint, names, f"preparing {source.name}"
-        weights = prepared_weights(
-            source.name,
-            files_hash.get(progress),
-            weights_format,
-            lambda made: write_weights(made, own, own_names, plan, making, progress),
-            progress,
-        )
-        checkpoint, packed = SafetensorsCheckpoint(weights), read_packed(weights)
-        decoder, names = fitting_decoder(config, checkpoint, str(weights), packed)
-    if weights_format in WEIGHT_DTYPES:
-        plan = weights_plan(decoder, weights_format)
-    else:
-        plan = stored_plan(decoder, names, packed)
+        copy = _quantised_copy(weights, source, files_hash.get(progress), weights_format, progress)
+        weights = _Weights.of(copy, config)
     return LoadedModel(
         name=source.name,
         source=source.path.absolute(),
-        decoder=decoder.eval(),
+        weights_bytes=weights.assign(weights_format),
+        decoder=weights.decoder.eval(),
         config=config,
         tokenizer=tokenizer,
         eos_token_ids=end_token_ids(directory, raw, tokenizer.eos_token_id),
         weights_format=weights_format,
-        weights_bytes=assign_weights(decoder, checkpoint, names, plan),
         files_hash=files_hash,
     )
+
+
+def _quantised_copy(
+    weights: _Weights, source: ModelSource, files_hash: str, weights_format: str, progress: Progress
+) -> Path:
+    """The directory with the quantised weights of one in Hugging Face format."""
+
+    def make(directory: Path) -> None:
+        plan = weights_plan(weights.decoder, weights_format)
+        write_weights(directory, weights.checkpoint, weights.names, plan, f"preparing {source.name}", progress)
+
+    return prepared_weights(source.name, files_hash, weights_format, make, progress)
 
 
 def _check_vocabulary(directory: Path, tokenizer: Tokenizer, config: ModelConfig) -> None:
