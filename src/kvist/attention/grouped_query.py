@@ -18,6 +18,7 @@ from torch import nn
 from kvist.attention.attend import attend
 from kvist.attention.rope import apply_rope
 from kvist.cache.cache_view import CacheView
+from kvist.kernels.plain_linear import Linear
 
 
 class GroupedQueryAttention(nn.Module):
@@ -54,10 +55,10 @@ class GroupedQueryAttention(nn.Module):
         self.head_dim = head_dim
         self.scale = scale
         self.window = window
-        self.q_proj = nn.Linear(embed_dim, num_heads * head_dim, bias=qkv_bias)
-        self.k_proj = nn.Linear(embed_dim, num_kv_heads * head_dim, bias=qkv_bias)
-        self.v_proj = nn.Linear(embed_dim, num_kv_heads * head_dim, bias=qkv_bias)
-        self.o_proj = nn.Linear(num_heads * head_dim, embed_dim, bias=output_bias)
+        self.q_proj = Linear(embed_dim, num_heads * head_dim, bias=qkv_bias)
+        self.k_proj = Linear(embed_dim, num_kv_heads * head_dim, bias=qkv_bias)
+        self.v_proj = Linear(embed_dim, num_kv_heads * head_dim, bias=qkv_bias)
+        self.o_proj = Linear(num_heads * head_dim, embed_dim, bias=output_bias)
         self.q_norm = q_norm
         self.k_norm = k_norm
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from kvist.config import ModelConfig, RopeConfig
+from kvist.kernels.plain_linear import Linear
 from kvist.models.layers import RMSNorm
 from kvist.models.matrices import TokenEmbedding
 from kvist.models.step_inputs import StepInputs
@@ -27,7 +28,7 @@ class Decoder(nn.Module, ABC):
         super().__init__()
         self.config = config
         self.embed_tokens = TokenEmbedding(config.vocab_size, config.embed_dim)
-        self.lm_head = None if config.tie_embeddings else nn.Linear(config.embed_dim, config.vocab_size, bias=False)
+        self.lm_head = None if config.tie_embeddings else Linear(config.embed_dim, config.vocab_size, bias=False)
 
     @property
     def dtype(self) -> torch.dtype:

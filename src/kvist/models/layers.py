@@ -12,6 +12,7 @@ from torch import nn
 
 from kvist.attention import GroupedQueryAttention
 from kvist.cache.cache_view import CacheView
+from kvist.kernels.plain_linear import Linear
 
 
 class RMSNorm(nn.Module):
@@ -47,9 +48,9 @@ class GatedMLP(nn.Module):
     ) -> None:
         super().__init__()
         self.activation = activation
-        self.gate_proj = nn.Linear(embed_dim, mlp_dim, bias=bias)
-        self.up_proj = nn.Linear(embed_dim, mlp_dim, bias=bias)
-        self.down_proj = nn.Linear(mlp_dim, embed_dim, bias=bias)
+        self.gate_proj = Linear(embed_dim, mlp_dim, bias=bias)
+        self.up_proj = Linear(embed_dim, mlp_dim, bias=bias)
+        self.down_proj = Linear(mlp_dim, embed_dim, bias=bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from kvist.kernels import linear, native
+from kvist.kernels.plain_linear import Linear, product
 from kvist.kernels.weight_codec import QuantisedWeight, decode_rows
 
 
@@ -14,15 +15,15 @@ class TokenEmbedding(nn.Embedding):
 
     def product(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[S, V]` from hidden states `[S, E]`."""
-        return nn.functional.linear(hidden, self.weight)
+        return product(hidden, self.weight)
 
 
-class WideLinear(nn.Linear):
+class WideLinear(Linear):
     """A linear layer whose input and result have more digits than its weights."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         bias = None if self.bias is None else self.bias.to(self.weight.dtype)
-        return nn.functional.linear(x.to(self.weight.dtype), self.weight, bias).to(x.dtype)
+        return product(x.to(self.weight.dtype), self.weight, bias).to(x.dtype)
 
 
 class WideEmbedding(TokenEmbedding):
