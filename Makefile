@@ -1,6 +1,7 @@
 # make demo    a real model answers a prompt
 # make test    the whole suite
 # make lint    ruff and mypy
+# make test-isas   the tests of kernels and models at each lower instruction set
 # make sanitize    the whole suite over a native library with AddressSanitizer and UndefinedBehaviorSanitizer
 # Everything happens in .venv, with the versions of constraints.txt.
 
@@ -22,12 +23,13 @@ PIP_INSTALL := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.t
 	$(BIN)/python -m pip install --disable-pip-version-check
 NATIVE_SOURCES := CMakeLists.txt pyproject.toml constraints.txt $(shell find csrc -type f)
 
-.PHONY: help demo test sanitize bench lint clean
+.PHONY: help demo test test-isas sanitize bench lint clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make demo    set up $(VENV), fetch a small model and let it answer a prompt (DEMO_PROMPT=...)'
 	@echo 'make test    set up $(VENV) and run the whole suite (PYTEST_ARGS=...)'
+	@echo 'make test-isas  the tests of kernels and models at each lower instruction set'
 	@echo 'make sanitize  the suite over a library with sanitizers (PYTEST_ARGS=...)'
 	@echo 'make lint    ruff check, ruff format --check, mypy'
 	@echo 'make bench   how fast this machine reads memory'
@@ -44,6 +46,17 @@ test: $(VENV)/.installed-dev
 		|| echo "WARNING: $$model could not be fetched: the tests that need it will be SKIPPED" >&2; \
 	done
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# What a kernel's result can change, at each instruction set below the richest that this CPU has; `KVIST_MAX_ISA=avx2 make
+# test` runs the whole suite at one.
+ISA_TESTS := tests/kernels tests/cache tests/attention tests/models tests/engine tests/loading/test_quantised_weights.py \
+	tests/test_promise_same_answer_attention.py tests/test_promise_same_answer.py
+
+test-isas: $(VENV)/.installed-dev
+	@for isa in $$($(BIN)/python -c "from kvist.kernels import native; print(*native.available_isas()[:-1])"); do \
+		echo "KVIST_MAX_ISA=$$isa"; \
+		KVIST_MAX_ISA=$$isa $(BIN)/python -m pytest -q -k 'not real' $(PYTEST_ARGS) $(ISA_TESTS) || exit 1; \
+	done
 
 # The library lies in an environment of its own, which sees the packages of .venv. Leaks are not looked for: the
 # interpreter and PyTorch keep much until they end.
