@@ -71,20 +71,25 @@ void append(const PageStep& step, const PageLayer& layer, const AnyArray& k, con
                         check_vectors("v", v, step.pages(), layer.pages())};
     if (step.pages().num_tokens == 0) return;
 
-    const KernelTable& table = kernels();
     nb::gil_scoped_release release;
-    const bool shared = step.pages().num_tokens * layer.pages().num_kv_heads >= kLeastVectorsToShare;
-    const int parts = shared ? static_cast<int>(num_threads) : 1;
-    const std::size_t scratch_floats = table.append_scratch_floats(layer.pages().head_dim);
+    run_append(job, static_cast<int>(num_threads));
+}
+
+}  // namespace
+
+void run_append(const AppendJob& job, int num_threads) {
+    const KernelTable& table = kernels();
+    const bool shared = job.step->num_tokens * job.layer->num_kv_heads >= kLeastVectorsToShare;
+    const int parts = shared ? num_threads : 1;
+    const std::size_t scratch_floats = table.append_scratch_floats(job.layer->head_dim);
     constexpr std::size_t kLineFloats = kLineBytes / sizeof(float);
     const auto memory =
         std::make_unique_for_overwrite<float[]>(scratch_floats * static_cast<std::size_t>(parts) + kLineFloats);
     const auto misalignment = reinterpret_cast<std::uintptr_t>(memory.get()) % kLineBytes / sizeof(float);
     ParallelAppend parallel{table, job, memory.get() + (kLineFloats - misalignment), scratch_floats};
+    if (parts == 1) return append_part(&parallel, 0, 1);
     run_parallel(parts, append_part, &parallel);
 }
-
-}  // namespace
 
 void bind_append() {
     nb::cpp_function_def(&append, nb::scope(nb::type<PageStep>()), nb::name("append"), nb::is_method(), "layer"_a,

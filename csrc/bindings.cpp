@@ -13,6 +13,7 @@
 #include "append_bindings.h"
 #include "checks.h"
 #include "dispatch.h"
+#include "layer_bindings.h"
 #include "linear_bindings.h"
 #include "page_bindings.h"
 #include "page_layout.h"
@@ -153,4 +154,5 @@ NB_MODULE(_native, m) {
     kvist::bind_pages(m);
     kvist::bind_append();
     kvist::bind_linear(m);
+    kvist::bind_layer(m);
 }

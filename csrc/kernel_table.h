@@ -6,10 +6,14 @@
 
 namespace kvist {
 
+struct AddTask;
 struct AppendJob;
 struct AttentionTask;
+struct GateTask;
+struct HeadsTask;
 struct LinearSizes;
 struct LinearTask;
+struct NormTask;
 struct WeightMatrix;
 
 struct KernelTable {
@@ -34,6 +38,12 @@ struct KernelTable {
     void (*quantise_rows)(const LinearTask& task, int part, int parts);
     void (*multiply_rows)(const LinearTask& task, int part, int parts);
     LinearSizes (*linear_sizes)(const WeightMatrix& weight, std::size_t num_rows);
+
+    // What a decoder layer does to rows between its products: one part of each job.
+    void (*norm_rows)(const NormTask& task, int part, int parts);
+    void (*prepare_heads)(const HeadsTask& task, int part, int parts);
+    void (*add_rows)(const AddTask& task, int part, int parts);
+    void (*gate_rows)(const GateTask& task, int part, int parts);
 };
 
 }  // namespace kvist

@@ -2,13 +2,12 @@
 
 #include <nanobind/stl/string.h>
 
-#include <algorithm>
+#include <bit>
+#include <cstring>
 #include <iterator>
-#include <memory>
 #include <utility>
 
-#include "dispatch.h"
-#include "parallel.h"
+#include "linear_products.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -20,13 +19,6 @@ namespace {
 constexpr std::int64_t kMostThreads = 1024;
 constexpr std::int64_t kMostRows = std::int64_t{1} << 40;
 constexpr nb::dlpack::dtype kBf16{static_cast<std::uint8_t>(nb::dlpack::dtype_code::Bfloat), 16, 1};
-
-// Quantised rows of one slice of the input: what stays in a core's second cache beside a panel of weights.
-constexpr std::size_t kSliceBytes = std::size_t{1} << 20;
-constexpr std::size_t kLeastSliceRows = 48;
-// Numbers of the input, and products, below which waking other threads costs more than it saves.
-constexpr std::size_t kLeastInputToShare = std::size_t{1} << 14;
-constexpr std::size_t kLeastProductsToShare = std::size_t{1} << 17;
 
 Weights weights_named(const std::string& name) {
     for (std::size_t i = 0; i < std::size(kWeightFormats); ++i) {
@@ -61,59 +53,6 @@ std::pair<std::uintptr_t, std::uintptr_t> extent(const AnyArray& array) {
     return {start, start + elements * (array.dtype().bits / 8u)};
 }
 
-struct ParallelProduct {
-    const KernelTable& table;
-    LinearTask task;
-};
-
-void quantise_part(void* context, int part, int parts) {
-    const auto& product = *static_cast<ParallelProduct*>(context);
-    product.table.quantise_rows(product.task, part, parts);
-}
-
-void multiply_part(void* context, int part, int parts) {
-    const auto& product = *static_cast<ParallelProduct*>(context);
-    product.table.multiply_rows(product.task, part, parts);
-}
-
-void run_job(int num_threads, PartFunction function, ParallelProduct& product) {
-    if (num_threads == 1) return function(&product, 0, 1);
-    run_parallel(num_threads, function, &product);
-}
-
-std::uint8_t* advanced(const void* data, std::size_t elements, bool is_bf16) {
-    return static_cast<std::uint8_t*>(const_cast<void*>(data)) + elements * (is_bf16 ? 2u : 4u);
-}
-
-void run_linear(const KernelTable& table, const LinearTask& whole, int num_threads) {
-    const WeightMatrix& weight = *whole.weight;
-    const std::size_t row_bytes = table.linear_sizes(weight, whole.num_rows).row;
-    const std::size_t slice_rows = std::max(kLeastSliceRows, kSliceBytes / row_bytes);
-    const std::size_t num_slices = (whole.num_rows + slice_rows - 1) / slice_rows;
-    const std::size_t most_rows = (whole.num_rows + num_slices - 1) / num_slices;
-    const std::size_t scratch_bytes = table.linear_sizes(weight, most_rows).scratch;
-
-    const std::size_t rows_bytes = (most_rows * row_bytes + 63) / 64 * 64;
-    const auto memory = std::make_unique_for_overwrite<std::uint8_t[]>(
-        64 + rows_bytes + scratch_bytes * static_cast<std::size_t>(num_threads));
-    std::uint8_t* aligned = memory.get() + (64 - reinterpret_cast<std::uintptr_t>(memory.get()) % 64);
-
-    ParallelProduct product{table, whole};
-    LinearTask& task = product.task;
-    task.rows = aligned;
-    task.scratch = aligned + rows_bytes;
-    const std::size_t columns = weight.num_groups * kGroupColumns;
-    for (std::size_t slice = 0; slice < num_slices; ++slice) {
-        const std::size_t first = whole.num_rows * slice / num_slices;
-        task.num_rows = whole.num_rows * (slice + 1) / num_slices - first;
-        task.x.data = advanced(whole.x.data, first * whole.x.stride, whole.x.is_bf16);
-        task.out.data = advanced(whole.out.data, first * whole.out.stride, whole.out.is_bf16);
-        const std::size_t numbers = task.num_rows * columns;
-        run_job(numbers < kLeastInputToShare ? 1 : num_threads, quantise_part, product);
-        run_job(numbers * weight.num_rows < kLeastProductsToShare ? 1 : num_threads, multiply_part, product);
-    }
-}
-
 void apply(const LinearWeight& weight, const AnyArray& x, const nb::ndarray<>& out, std::int64_t num_threads) {
     const WeightMatrix& matrix = weight.matrix();
     const AnyArray written(out);
@@ -129,14 +68,69 @@ void apply(const LinearWeight& weight, const AnyArray& x, const nb::ndarray<>& o
     const auto [x_start, x_stop] = extent(x);
     const auto [out_start, out_stop] = extent(written);
     check(x_stop <= out_start || out_stop <= x_start, "x and out must not overlap");
-    LinearTask task{};
-    task.weight = &matrix;
-    task.x = {x.data(), row_stride(x), x.dtype() == kBf16};
-    task.out = {out.data(), row_stride(written), out.dtype() == kBf16};
-    task.num_rows = x.shape(0);
-    const KernelTable& table = kernels();
+    const Product product{&matrix, {out.data(), row_stride(written), out.dtype() == kBf16}};
+    const InputRows rows{x.data(), row_stride(x), x.dtype() == kBf16};
     nb::gil_scoped_release release;
-    run_linear(table, task, static_cast<int>(num_threads));
+    run_products(&product, 1, rows, x.shape(0), static_cast<int>(num_threads));
+}
+
+float half_to_float(std::uint16_t half) {
+    const std::uint32_t sign = static_cast<std::uint32_t>(half & 0x8000) << 16, size = half & 0x7fffu;
+    if (size < 0x0400) {  // a denormal number of fp16
+        const float number = static_cast<float>(size) * 0x1p-24f;
+        return sign == 0 ? number : -number;
+    }
+    const std::uint32_t bias = size >= 0x7c00 ? 224u << 23 : 112u << 23;
+    return std::bit_cast<float>(sign | ((size << 13) + bias));
+}
+
+// One row of the matrix as numbers. Each product and sum is rounded by itself, as in the twin.
+void decode_row(const WeightMatrix& weight, std::size_t row, float* to) {
+    const WeightFormat& format = format_of(weight.format);
+    const std::size_t lane = row % kTileRows;
+    const std::uint8_t* tile = weight.data + row / kTileRows * tile_bytes(weight);
+    for (std::size_t group = 0; group < weight.num_groups; ++group, to += kGroupColumns) {
+        const std::uint8_t* block = tile + group / format.groups_per_block() * format.block_bytes();
+        const std::size_t in_block = group % format.groups_per_block();
+        const auto scalar = [&](std::size_t index) {
+            std::uint16_t half;
+            std::memcpy(&half, block + (index * kTileRows + lane) * sizeof half, sizeof half);
+            return half_to_float(half);
+        };
+        const float step = scalar(in_block), minimum = format.has_minimum ? scalar(1) : 0.0f;
+        const std::uint8_t* codes = block + kTileLineBytes + in_block * format.code_bytes() + lane * 4;
+        for (std::size_t i = 0; i < kGroupColumns; ++i) {
+            const std::size_t unit = i / 4;
+            std::int32_t code;
+            if (format.bits == 8) {
+                code = codes[unit * kTileLineBytes + i % 4];
+            } else {
+                code = codes[unit / 2 * kTileLineBytes + i % 4] >> (unit % 2 * 4) & 0x0f;
+            }
+            const float number = static_cast<float>(code - format.zero) * step;
+            to[i] = format.has_minimum ? number + minimum : number;
+        }
+    }
+}
+
+void decode_rows(const LinearWeight& weight, const AnyArray& rows, const nb::ndarray<>& out) {
+    const WeightMatrix& matrix = weight.matrix();
+    const auto* indices = check_vector<std::int64_t>("rows", rows, "int64");
+    const AnyArray written(out);
+    check_rows("out", written, matrix.num_groups * kGroupColumns);
+    check(out.dtype() == nb::dtype<float>(), "out must have dtype float32");
+    check(out.shape(0) == rows.shape(0), [&] {
+        return "out has " + std::to_string(out.shape(0)) + " rows: it must have " + std::to_string(rows.shape(0));
+    });
+    check(out.shape(0) < 2 || row_stride(written) >= out.shape(1), "out must not overlap itself");
+    for (std::size_t i = 0; i < rows.shape(0); ++i) {
+        check_between("a row", indices[i], 0, static_cast<std::int64_t>(matrix.num_rows) - 1);
+    }
+    auto* to = static_cast<float*>(out.data());
+    nb::gil_scoped_release release;
+    for (std::size_t i = 0; i < rows.shape(0); ++i) {
+        decode_row(matrix, static_cast<std::size_t>(indices[i]), to + i * row_stride(written));
+    }
 }
 
 }  // namespace
@@ -170,7 +164,8 @@ void bind_linear(nb::module_& m) {
     nb::class_<LinearWeight>(m, "LinearWeight")
         .def(nb::init<const std::string&, std::int64_t, std::int64_t, AnyArray>(), "format"_a, "num_rows"_a,
              "num_columns"_a, "data"_a)
-        .def("apply", &apply, "x"_a, "out"_a, nb::kw_only(), "num_threads"_a);
+        .def("apply", &apply, "x"_a, "out"_a, nb::kw_only(), "num_threads"_a)
+        .def("decode_rows", &decode_rows, "rows"_a, "out"_a);
 }
 
 }  // namespace kvist

@@ -9,10 +9,14 @@
 #include <cstdint>
 
 namespace kvist {
+struct AddTask;
 struct AppendJob;
 struct AttentionTask;
+struct GateTask;
+struct HeadsTask;
 struct LinearSizes;
 struct LinearTask;
+struct NormTask;
 struct WeightMatrix;
 }
 
@@ -31,5 +35,9 @@ std::size_t append_scratch_floats(std::size_t head_dim);
 void quantise_rows(const LinearTask& task, int part, int parts);
 void multiply_rows(const LinearTask& task, int part, int parts);
 LinearSizes linear_sizes(const WeightMatrix& weight, std::size_t num_rows);
+void norm_rows(const NormTask& task, int part, int parts);
+void prepare_heads(const HeadsTask& task, int part, int parts);
+void add_rows(const AddTask& task, int part, int parts);
+void gate_rows(const GateTask& task, int part, int parts);
 
 }  // namespace kvist::KVIST_ISA

@@ -18,6 +18,10 @@ constinit const KernelTable table = {
     .quantise_rows = quantise_rows,
     .multiply_rows = multiply_rows,
     .linear_sizes = linear_sizes,
+    .norm_rows = norm_rows,
+    .prepare_heads = prepare_heads,
+    .add_rows = add_rows,
+    .gate_rows = gate_rows,
 };
 
 }  // namespace kvist::KVIST_ISA

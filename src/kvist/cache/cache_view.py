@@ -14,7 +14,7 @@ from kvist.cache.page_layout import PAGE_SLOTS, LayerGroup, LayerLayout
 from kvist.cache.page_pool import PagePool
 from kvist.cache.page_table import PageRules, PageTable, pages_of
 from kvist.errors import SequenceError
-from kvist.kernels.native import PageStep
+from kvist.kernels.native import PageLayer, PageStep
 
 
 @dataclass(frozen=True)
@@ -147,6 +147,19 @@ class CacheView:
     def is_native(self, layer: int) -> bool:
         """Whether native kernels can work on the layer's pages."""
         return self.groups[self._place(layer)[0]].native is not None
+
+    def native_pages(self, layer: int) -> tuple[PageStep, PageLayer] | None:
+        """This step's pages of a layer, for native kernels that write to and read from them by themselves.
+
+        None where the pages are not on the CPU. The caller has seen to it that the view is current (`check_current`):
+        this is asked for every layer, and sequences do not change during a step.
+
+        Raises:
+            ValueError: there is no such layer.
+        """
+        group, row = self._place(layer)
+        native = self.groups[group].native
+        return None if native is None else (self._native_step(group, native), native.layers[row])
 
     def attend(
         self,

@@ -9,6 +9,7 @@ import functools
 import importlib
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypedDict, cast
 
 from kvist.config import check_threads
@@ -124,6 +125,53 @@ class LinearWeight(Protocol):
             ValueError: an argument has the wrong dtype, shape or strides, or the two overlap.
         """
 
+    def decode_rows(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the weights of some rows to `out`, with the bits of `weight_codec.decode_rows`.
+
+        Args:
+            rows: `[T]` int64, contiguous.
+            out: `[T, K]` float32 with contiguous columns; is overwritten.
+
+        Raises:
+            ValueError: an argument has the wrong dtype, shape or strides, or there is no such row.
+        """
+
+
+class HiddenRows(Protocol):
+    """The hidden states of a step, for native layers: made by `hidden_rows`."""
+
+    def norm(self, multiplier: torch.Tensor, eps: float, out: torch.Tensor, *, num_threads: int) -> None:
+        """Write the hidden states, divided by their root mean square, times a multiplier, to `out`.
+
+        Args:
+            multiplier: `[E]` float32.
+            eps: is added to the mean square.
+            out: `[T, E]` float32, contiguous.
+            num_threads: how many threads may work.
+
+        Raises:
+            ValueError: an argument has the wrong dtype, shape or strides, or is out of bounds.
+        """
+
+
+class DecoderLayer(Protocol):
+    """A decoder layer whose matrices are quantised: made by `decoder_layer`."""
+
+    def run(self, step: PageStep, pages: PageLayer, hidden: HiddenRows, *, num_threads: int) -> None:
+        """Write the step's keys and values to the pages, and change the hidden states to those after the layer.
+
+        A token's hidden state has the same bits whatever the other tokens of the step and the threads.
+
+        Args:
+            step: whose pages.
+            pages: of this layer.
+            hidden: one row for each token of the step.
+            num_threads: how many threads may work.
+
+        Raises:
+            ValueError: the sizes do not fit together, or the layer's window is larger than that of the step.
+        """
+
 
 class _Library(Protocol):
     """What `csrc/bindings.cpp` offers. Arguments out of bounds raise ValueError."""
@@ -163,6 +211,19 @@ class _Library(Protocol):
         turns: Sequence[torch.Tensor],
         window: int | None,
     ) -> PageStep: ...
+    def HiddenRows(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> HiddenRows: ...  # noqa: N802
+    def DecoderLayer(  # noqa: N802
+        self,
+        matrices: Sequence[LinearWeight],
+        biases: Sequence[torch.Tensor | None],
+        norms: Sequence[torch.Tensor | None],
+        *,
+        eps: float,
+        head_dim: int,
+        scale: float,
+        window: int | None,
+        activation: str,
+    ) -> DecoderLayer: ...
     def LinearWeight(  # noqa: N802
         self, format: str, num_rows: int, num_columns: int, data: torch.Tensor
     ) -> LinearWeight: ...
@@ -392,3 +453,71 @@ def linear_weight(weight: QuantisedWeight) -> LinearWeight:
             the format, rows and columns ask for.
     """
     return _library().LinearWeight(weight.format, weight.num_rows, weight.num_columns, weight.data)
+
+
+# --- decoder layers: csrc/layer.h -------------------------------------------------------------------------------------
+
+
+def hidden_rows(x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]) -> HiddenRows:
+    """The hidden states of a step and how their tokens are turned. It is made once for all layers, which change `x`.
+
+    Args:
+        x: `[T, E]` float32, contiguous. It is kept alive, as `rope` is.
+        rope: cosine and sine of each token's angles, `[T, 1, D]` float32, contiguous, as `rope_tables` gives them.
+
+    Raises:
+        ValueError: a tensor has the wrong dtype, shape or strides, or `x` overlaps the others.
+    """
+    return _library().HiddenRows(x, *rope)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerWeights:
+    """What a decoder layer multiplies by.
+
+    Attributes:
+        q, k, v, o, gate, up, down: matrices and their biases, `[N]` float32.
+        attention_input_norm, mlp_input_norm: `[E]` float32, what normalised rows are multiplied by.
+        attention_output_norm, mlp_output_norm: the same, of what is added to the hidden states, or None.
+        q_norm, k_norm: `[D]`, of the heads of queries and keys, or None.
+    """
+
+    q: tuple[LinearWeight, torch.Tensor | None]
+    k: tuple[LinearWeight, torch.Tensor | None]
+    v: tuple[LinearWeight, torch.Tensor | None]
+    o: tuple[LinearWeight, torch.Tensor | None]
+    gate: tuple[LinearWeight, torch.Tensor | None]
+    up: tuple[LinearWeight, torch.Tensor | None]
+    down: tuple[LinearWeight, torch.Tensor | None]
+    attention_input_norm: torch.Tensor
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    attention_output_norm: torch.Tensor | None
+    mlp_input_norm: torch.Tensor
+    mlp_output_norm: torch.Tensor | None
+
+
+def decoder_layer(
+    weights: LayerWeights, *, eps: float, head_dim: int, scale: float, window: int | None, activation: str
+) -> DecoderLayer:
+    """A decoder layer as one native call. It is made once; matrices are kept alive, biases and norms copied.
+
+    Args:
+        weights: as above; all fit together.
+        eps: of every norm.
+        head_dim: `D`, even.
+        scale: multiplies the scores of attention.
+        window: tokens that a query sees, itself included; None sees as many as the step's pages have.
+        activation: of the gate, `silu` or `gelu_tanh`.
+
+    Raises:
+        ValueError: something has the wrong dtype, shape or strides, or is out of bounds.
+    """
+    w = weights
+    matrices, biases = zip(w.q, w.k, w.v, w.o, w.gate, w.up, w.down, strict=True)
+    norms = (
+        w.attention_input_norm, w.q_norm, w.k_norm, w.attention_output_norm, w.mlp_input_norm, w.mlp_output_norm,
+    )  # fmt: skip
+    return _library().DecoderLayer(
+        matrices, biases, norms, eps=eps, head_dim=head_dim, scale=scale, window=window, activation=activation
+    )

@@ -112,7 +112,7 @@ def calibrate(decoder: Decoder, token_ids: list[int], progress: Progress) -> tup
     ]
     try:
         with torch.no_grad():
-            decoder.hidden_states(inputs)
+            decoder.hidden_states(inputs, plain_layers=True)  # the native ones call no hook
     finally:
         for handle in handles:
             handle.remove()

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import nn
 
+from kvist.attention import inverse_frequencies, rope_tables
 from kvist.config import ModelConfig, RopeConfig
 from kvist.kernels.plain_linear import Linear
 from kvist.models.layers import RMSNorm
@@ -28,6 +29,7 @@ class Decoder(nn.Module, ABC):
         super().__init__()
         self.config = config
         self.embed_tokens = TokenEmbedding(config.vocab_size, config.embed_dim)
+        self._frequencies: dict[tuple[RopeConfig, torch.device], torch.Tensor] = {}
         self.lm_head = None if config.tie_embeddings else Linear(config.embed_dim, config.vocab_size, bias=False)
 
     @property
@@ -44,12 +46,26 @@ class Decoder(nn.Module, ABC):
         return self.logits(self.hidden_states(inputs)[inputs.logit_rows])
 
     @abstractmethod
-    def hidden_states(self, inputs: StepInputs) -> torch.Tensor:
-        """The normed output of the last layer for every token of the step, `[T, E]`."""
+    def hidden_states(self, inputs: StepInputs, *, plain_layers: bool = False) -> torch.Tensor:
+        """The normed output of the last layer for every token of the step, `[T, E]`.
+
+        Args:
+            inputs: the step.
+            plain_layers: run no layer natively: as modules, whose hooks see what passes.
+        """
 
     @abstractmethod
     def rope_of(self, layer: int) -> RopeConfig:
         """How a layer turns its queries and keys by their positions."""
+
+    def rope_tables(
+        self, rope: RopeConfig, positions: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and sine of each token's angles, as `kvist.attention.rope_tables` gives them."""
+        key = rope, positions.device
+        if key not in self._frequencies:
+            self._frequencies[key] = inverse_frequencies(rope, self.config.head_dim, positions.device)
+        return rope_tables(self._frequencies[key], positions, dtype)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[S, V]` float32 from hidden states `[S, E]`."""

@@ -9,13 +9,14 @@ from functools import partial
 import torch
 from torch import nn
 
-from kvist.attention import GroupedQueryAttention, inverse_frequencies, rope_tables
+from kvist.attention import GroupedQueryAttention
 from kvist.cache.cache_view import CacheView
 from kvist.config import ModelConfig, RopeConfig
 from kvist.errors import UnsupportedModelError
 from kvist.models.config_fields import ConfigFields, shape_fields
 from kvist.models.decoder import Decoder
-from kvist.models.layers import GatedMLP, OffsetRMSNorm
+from kvist.models.layers import DecoderLayer, GatedMLP, LayerParts, OffsetRMSNorm
+from kvist.models.native_layer import LayerSteps
 from kvist.models.step_inputs import StepInputs
 
 # What transformers assumes where a configuration leaves a field out; the published multimodal ones do.
@@ -81,21 +82,20 @@ class Gemma3Decoder(Decoder):
         self.layers = nn.ModuleList(Gemma3Layer(config, window) for window in config.windows)
         self.norm = OffsetRMSNorm(config.embed_dim, config.rms_norm_eps)
 
-    def hidden_states(self, inputs: StepInputs) -> torch.Tensor:
+    def hidden_states(self, inputs: StepInputs, *, plain_layers: bool = False) -> torch.Tensor:
         config = self.gemma
         x = self.embed_tokens(inputs.token_ids)
         dtype, device = x.dtype, x.device
         tables = {
-            rope: rope_tables(inverse_frequencies(rope, config.head_dim, device), inputs.positions, dtype)
-            for rope in (config.global_rope, config.local_rope)
+            rope: self.rope_tables(rope, inputs.positions, dtype) for rope in (config.global_rope, config.local_rope)
         }
         # The factor is rounded to the weights' dtype first, as in training.
         factor = torch.tensor(config.embed_dim**0.5, dtype=dtype, device=device)
         x = x * factor
+        steps = LayerSteps(inputs.cache, plain=plain_layers)
         for index, layer in enumerate(self.layers):
-            x = layer(x, tables[self.rope_of(index)], inputs.cache, index)
-        y: torch.Tensor = self.norm(x)
-        return y
+            x = steps.run(index, layer, x, tables[self.rope_of(index)])
+        return steps.norm(self.norm, x)
 
     def rope_of(self, layer: int) -> RopeConfig:
         return self.gemma.global_rope if self.gemma.windows[layer] is None else self.gemma.local_rope
@@ -106,7 +106,7 @@ class Gemma3Decoder(Decoder):
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
-class Gemma3Layer(nn.Module):
+class Gemma3Layer(DecoderLayer):
     """A decoder layer with a norm before and after both attention and MLP."""
 
     def __init__(self, config: Gemma3Config, window: int | None) -> None:
@@ -127,7 +127,7 @@ class Gemma3Layer(nn.Module):
         )
         self.post_attention_layernorm = norm(config.embed_dim)
         self.pre_feedforward_layernorm = norm(config.embed_dim)
-        self.mlp = GatedMLP(config.embed_dim, config.mlp_dim, partial(nn.functional.gelu, approximate="tanh"))
+        self.mlp = GatedMLP(config.embed_dim, config.mlp_dim, "gelu_tanh")
         self.post_feedforward_layernorm = norm(config.embed_dim)
 
     def forward(
@@ -136,3 +136,13 @@ class Gemma3Layer(nn.Module):
         x = x + self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), rope, cache, layer))
         y: torch.Tensor = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
         return y
+
+    def parts(self) -> LayerParts:
+        return LayerParts(
+            attention=self.self_attn,
+            attention_input_norm=self.input_layernorm,
+            attention_output_norm=self.post_attention_layernorm,
+            mlp=self.mlp,
+            mlp_input_norm=self.pre_feedforward_layernorm,
+            mlp_output_norm=self.post_feedforward_layernorm,
+        )

@@ -5,14 +5,23 @@ They round where the Hugging Face implementations round, so that bf16 results st
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
 
 import torch
 from torch import nn
 
 from kvist.attention import GroupedQueryAttention
 from kvist.cache.cache_view import CacheView
+from kvist.kernels import native
 from kvist.kernels.plain_linear import Linear
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": nn.functional.silu,
+    "gelu_tanh": partial(nn.functional.gelu, approximate="tanh"),
+}
 
 
 class RMSNorm(nn.Module):
@@ -26,12 +35,19 @@ class RMSNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.weight * normalised(x, self.eps).to(x.dtype)
 
+    def multiplier(self) -> torch.Tensor:
+        """What rows are multiplied by once they are normalised, `[dim]`."""
+        return self.weight
+
 
 class OffsetRMSNorm(RMSNorm):
     """Gemma's norm: the weight is kept minus one, and applied before rounding."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (normalised(x, self.eps) * (1.0 + self.weight.float())).to(x.dtype)
+        return (normalised(x, self.eps) * self.multiplier()).to(x.dtype)
+
+    def multiplier(self) -> torch.Tensor:
+        return 1.0 + self.weight.float()
 
 
 def normalised(x: torch.Tensor, eps: float) -> torch.Tensor:
@@ -41,11 +57,16 @@ def normalised(x: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 class GatedMLP(nn.Module):
-    """down(activation(gate(x)) * up(x)), the gated feed-forward of arXiv 2002.05202."""
+    """down(activation(gate(x)) * up(x)), the gated feed-forward of arXiv 2002.05202.
 
-    def __init__(
-        self, embed_dim: int, mlp_dim: int, activation: Callable[[torch.Tensor], torch.Tensor], *, bias: bool = False
-    ) -> None:
+    Args:
+        embed_dim: `E`.
+        mlp_dim: rows of `gate` and `up`.
+        activation: one of `ACTIVATIONS`.
+        bias: whether the three matrices add one.
+    """
+
+    def __init__(self, embed_dim: int, mlp_dim: int, activation: str, *, bias: bool = False) -> None:
         super().__init__()
         self.activation = activation
         self.gate_proj = Linear(embed_dim, mlp_dim, bias=bias)
@@ -53,11 +74,47 @@ class GatedMLP(nn.Module):
         self.down_proj = Linear(mlp_dim, embed_dim, bias=bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+        y: torch.Tensor = self.down_proj(ACTIVATIONS[self.activation](self.gate_proj(x)) * self.up_proj(x))
         return y
 
 
-class PreNormLayer(nn.Module):
+@dataclass(frozen=True)
+class LayerParts:
+    """What a decoder layer is made of: `x += output_norm(block(input_norm(x)))`, for attention and then for the MLP.
+
+    Norms of outputs are None where a family has none.
+    """
+
+    attention: GroupedQueryAttention
+    attention_input_norm: RMSNorm
+    attention_output_norm: RMSNorm | None
+    mlp: GatedMLP
+    mlp_input_norm: RMSNorm
+    mlp_output_norm: RMSNorm | None
+
+
+class DecoderLayer(nn.Module, ABC):
+    """A decoder layer. `native_layer.LayerSteps` runs it."""
+
+    @abstractmethod
+    def forward(
+        self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], cache: CacheView, layer: int
+    ) -> torch.Tensor:
+        """Hidden states `[T, E]` after layer number `layer`, from those before it. Writes to the cache."""
+
+    @abstractmethod
+    def parts(self) -> LayerParts:
+        """What `forward` computes with."""
+
+    @cached_property
+    def native(self) -> native.DecoderLayer | None:
+        """The layer as one call of the native library, made when it is first asked for; None where it cannot be."""
+        from kvist.models.native_layer import native_layer
+
+        return native_layer(self.parts())
+
+
+class PreNormLayer(DecoderLayer):
     """A decoder layer that norms before attention and before the MLP and adds each to the stream."""
 
     def __init__(self, embed_dim: int, eps: float, attention: GroupedQueryAttention, mlp: GatedMLP) -> None:
@@ -73,3 +130,13 @@ class PreNormLayer(nn.Module):
         x = x + self.self_attn(self.input_layernorm(x), rope, cache, layer)
         y: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return y
+
+    def parts(self) -> LayerParts:
+        return LayerParts(
+            attention=self.self_attn,
+            attention_input_norm=self.input_layernorm,
+            attention_output_norm=None,
+            mlp=self.mlp,
+            mlp_input_norm=self.post_attention_layernorm,
+            mlp_output_norm=None,
+        )

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from kvist.attention import GroupedQueryAttention, inverse_frequencies, rope_tables
+from kvist.attention import GroupedQueryAttention
 from kvist.config import ModelConfig, RopeConfig
 from kvist.models.config_fields import ConfigFields, ShapeFields, shape_fields
 from kvist.models.decoder import Decoder
 from kvist.models.layers import GatedMLP, PreNormLayer, RMSNorm
+from kvist.models.native_layer import LayerSteps
 from kvist.models.step_inputs import StepInputs
 
 
@@ -71,18 +72,16 @@ class LlamaDecoder(Decoder):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config)
         self.rope = config.rope
-        self.head_dim = config.head_dim
         self.layers = nn.ModuleList(_layer(config, window) for window in config.windows)
         self.norm = RMSNorm(config.embed_dim, config.rms_norm_eps)
 
-    def hidden_states(self, inputs: StepInputs) -> torch.Tensor:
-        frequencies = inverse_frequencies(self.rope, self.head_dim, inputs.positions.device)
+    def hidden_states(self, inputs: StepInputs, *, plain_layers: bool = False) -> torch.Tensor:
         x = self.embed_tokens(inputs.token_ids)
-        rope = rope_tables(frequencies, inputs.positions, x.dtype)
+        rope = self.rope_tables(self.rope, inputs.positions, x.dtype)
+        steps = LayerSteps(inputs.cache, plain=plain_layers)
         for index, layer in enumerate(self.layers):
-            x = layer(x, rope, inputs.cache, index)
-        y: torch.Tensor = self.norm(x)
-        return y
+            x = steps.run(index, layer, x, rope)
+        return steps.norm(self.norm, x)
 
     def rope_of(self, layer: int) -> RopeConfig:
         return self.rope
@@ -101,5 +100,5 @@ def _layer(config: LlamaConfig, window: int | None) -> PreNormLayer:
         q_norm=RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None,
         k_norm=RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None,
     )
-    mlp = GatedMLP(config.embed_dim, config.mlp_dim, nn.functional.silu, bias=config.mlp_bias)
+    mlp = GatedMLP(config.embed_dim, config.mlp_dim, "silu", bias=config.mlp_bias)
     return PreNormLayer(config.embed_dim, config.rms_norm_eps, attention, mlp)

@@ -44,16 +44,16 @@ class QuantisedMatrix(nn.Module):
         self.packed = weight
         # Not a parameter: it is no matrix of numbers, and no gradient reaches it.
         self.register_buffer("data", weight.data, persistent=False)
-        self._native = native.linear_weight(weight) if weight.data.device.type == "cpu" else None
+        self.native = native.linear_weight(weight) if weight.data.device.type == "cpu" else None
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """`x @ W.T`, `[T, N]` in the dtype of `x` `[T, K]`, float32 or bfloat16."""
-        if self._native is None:
+        if self.native is None:
             return linear.linear(x, self.packed)
         out = x.new_empty(len(x), self.packed.num_rows)
         # Capsules: asking the tensors for them takes longer than many a product.
         x = x.detach() if x.stride(-1) == 1 else x.detach().contiguous()
-        self._native.apply(torch.to_dlpack(x), torch.to_dlpack(out), num_threads=torch.get_num_threads())  # type: ignore[attr-defined]  # they are public
+        self.native.apply(torch.to_dlpack(x), torch.to_dlpack(out), num_threads=torch.get_num_threads())  # type: ignore[attr-defined]  # they are public
         return out
 
 
@@ -74,7 +74,11 @@ class QuantisedEmbedding(QuantisedMatrix):
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """`[T, E]` float32."""
-        return decode_rows(self.packed, token_ids)
+        if self.native is None:
+            return decode_rows(self.packed, token_ids)
+        out = torch.empty(len(token_ids), self.packed.num_columns)
+        self.native.decode_rows(token_ids.contiguous(), out)
+        return out
 
 
 def quantised_module(module: nn.Module, weight: QuantisedWeight) -> nn.Module:

@@ -1,0 +1,197 @@
+#include "layer_bindings.h"
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <iterator>
+#include <utility>
+
+#include "attention_plan.h"
+#include "page_layout.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace kvist {
+
+namespace {
+
+constexpr std::int64_t kMostThreads = 1024;
+constexpr const char* kMatrixNames[] = {"q", "k", "v", "o", "gate", "up", "down"};
+
+std::string text(std::size_t value) { return std::to_string(value); }
+
+// Steps pass here: messages are only made where they are needed.
+float* check_rows(const char* name, const AnyArray& array, std::size_t num_dims) {
+    const auto fail = [&](const std::string& what) { check(false, std::string(name) + " " + what); };
+    if (array.device_type() != nb::device::cpu::value) fail("must be on the CPU");
+    if (array.dtype() != nb::dtype<float>()) fail("must have dtype float32");
+    if (array.ndim() != num_dims) fail("has " + text(array.ndim()) + " dimensions: it must have " + text(num_dims));
+    std::int64_t stride = 1;
+    for (std::size_t i = num_dims; i-- > 0;) {
+        if (array.shape(i) > 1 && array.size() > 0 && array.stride(i) != stride) fail("must be contiguous");
+        stride *= static_cast<std::int64_t>(array.shape(i));
+    }
+    if (reinterpret_cast<std::uintptr_t>(array.data()) % alignof(float) != 0) fail("must be aligned to 4 bytes");
+    return static_cast<float*>(const_cast<void*>(array.data()));
+}
+
+bool overlap(const AnyArray& a, const AnyArray& b) {
+    const auto start = [](const AnyArray& array) { return reinterpret_cast<std::uintptr_t>(array.data()); };
+    return start(a) < start(b) + b.nbytes() && start(b) < start(a) + a.nbytes();
+}
+
+float check_eps(double eps) {
+    const auto fits = static_cast<float>(eps);
+    check(fits >= 0 && fits - fits == 0, "eps must be finite and 0 at least");
+    return fits;
+}
+
+Activation activation_named(const std::string& name) {
+    if (name == "silu") return Activation::kSilu;
+    check(name == "gelu_tanh", "activation is '" + name + "': it must be silu or gelu_tanh");
+    return Activation::kGeluTanh;
+}
+
+}  // namespace
+
+HiddenRows::HiddenRows(const nb::ndarray<>& x, AnyArray cos, AnyArray sin)
+    : x_(x), cos_(std::move(cos)), sin_(std::move(sin)) {
+    const AnyArray written(x_);
+    states_ = {check_rows("x", written, 2), check_rows("cos", cos_, 3), check_rows("sin", sin_, 3), x_.shape(0)};
+    const auto check_table = [&](const char* name, const AnyArray& table) {
+        check(table.shape(0) == x_.shape(0) && table.shape(1) == 1 && table.shape(2) == cos_.shape(2), [&] {
+            return std::string(name) + " has the shape [" + text(table.shape(0)) + ", " + text(table.shape(1)) + ", " +
+                   text(table.shape(2)) + "]: it must be [" + text(x_.shape(0)) + ", 1, " + text(cos_.shape(2)) + "]";
+        });
+        check(!overlap(written, table), [&] { return std::string("x and ") + name + " must not overlap"; });
+    };
+    check_table("cos", cos_);
+    check_table("sin", sin_);
+}
+
+void HiddenRows::norm(const AnyArray& multiplier, double eps, const nb::ndarray<>& out,
+                      std::int64_t num_threads) const {
+    const float* norm = check_vector<float>("multiplier", multiplier, "float32");
+    check(multiplier.shape(0) == embed_dim(), [&] {
+        return "multiplier has " + text(multiplier.shape(0)) + " elements: it must have " + text(embed_dim());
+    });
+    const AnyArray written(out), x(x_);
+    float* to = check_rows("out", written, 2);
+    check(out.shape(0) == x.shape(0) && out.shape(1) == x.shape(1), [&] {
+        return "out has the shape [" + text(out.shape(0)) + ", " + text(out.shape(1)) + "]: it must be [" +
+               text(x.shape(0)) + ", " + text(x.shape(1)) + "]";
+    });
+    check(!overlap(written, x) && !overlap(written, multiplier), "out must not overlap x and multiplier");
+    const float fits = check_eps(eps);
+    check_between("num_threads", num_threads, 1, kMostThreads);
+    nb::gil_scoped_release release;
+    run_norm(states_, embed_dim(), norm, fits, to, static_cast<int>(num_threads));
+}
+
+DecoderLayer::DecoderLayer(std::vector<nb::object> matrices, const std::vector<std::optional<AnyArray>>& biases,
+                           const std::vector<std::optional<AnyArray>>& norms, double eps, std::int64_t head_dim,
+                           double scale, std::optional<std::int64_t> window, const std::string& activation)
+    : window_(window), matrices_(std::move(matrices)) {
+    LayerMatrix* const places[] = {&layer_.q, &layer_.k, &layer_.v, &layer_.o, &layer_.gate, &layer_.up, &layer_.down};
+    check(matrices_.size() == std::size(places) && biases.size() == std::size(places),
+          "matrices and biases must have 7 elements each: of q, k, v, o, gate, up and down");
+    check(norms.size() == 6,
+          "norms must have 6 elements: before attention, of q, of k, after attention, before the MLP, after it");
+    for (std::size_t i = 0; i < std::size(places); ++i) {
+        places[i]->weight = &nb::cast<const LinearWeight&>(matrices_[i]).matrix();
+    }
+    check_between("head_dim", head_dim, 2, kMostHeadDim);
+    check(head_dim % 2 == 0, "head_dim is " + std::to_string(head_dim) + ": it must be even");
+    layer_.head_dim = static_cast<std::size_t>(head_dim);
+    layer_.embed_dim = layer_.q.weight->num_groups * kGroupColumns;
+    layer_.mlp_dim = layer_.gate.weight->num_rows;
+    const std::size_t query_dims = layer_.q.weight->num_rows, key_dims = layer_.k.weight->num_rows;
+    const std::size_t shapes[][2] = {{query_dims, layer_.embed_dim},     {key_dims, layer_.embed_dim},
+                                     {key_dims, layer_.embed_dim},       {layer_.embed_dim, query_dims},
+                                     {layer_.mlp_dim, layer_.embed_dim}, {layer_.mlp_dim, layer_.embed_dim},
+                                     {layer_.embed_dim, layer_.mlp_dim}};
+    for (std::size_t i = 0; i < std::size(places); ++i) {
+        const std::size_t rows = places[i]->weight->num_rows, columns = places[i]->weight->num_groups * kGroupColumns;
+        check(rows == shapes[i][0] && columns == shapes[i][1], [&] {
+            return std::string(kMatrixNames[i]) + " has the shape [" + text(rows) + ", " + text(columns) +
+                   "]: it must be [" + text(shapes[i][0]) + ", " + text(shapes[i][1]) + "]";
+        });
+        places[i]->bias = copied(std::string("the bias of ") + kMatrixNames[i], biases[i], rows);
+    }
+    layer_.num_heads = query_dims / layer_.head_dim;
+    layer_.num_kv_heads = key_dims / layer_.head_dim;
+    check(query_dims % layer_.head_dim == 0 && key_dims % layer_.head_dim == 0 &&
+              layer_.num_heads % layer_.num_kv_heads == 0,
+          [&] {
+              return "q and k have " + text(query_dims) + " and " + text(key_dims) +
+                     " rows: they must be heads of head_dim " + std::to_string(head_dim) +
+                     ", those of q a multiple of those of k";
+          });
+
+    check(norms[0].has_value() && norms[4].has_value(), "the norms before attention and before the MLP must be there");
+    check(norms[1].has_value() == norms[2].has_value(), "the norms of q and k go together");
+    layer_.input_norm = copied("the norm before attention", norms[0], layer_.embed_dim);
+    layer_.q_norm = copied("the norm of q", norms[1], layer_.head_dim);
+    layer_.k_norm = copied("the norm of k", norms[2], layer_.head_dim);
+    layer_.attention_output_norm = copied("the norm after attention", norms[3], layer_.embed_dim);
+    layer_.mlp_input_norm = copied("the norm before the MLP", norms[4], layer_.embed_dim);
+    layer_.mlp_output_norm = copied("the norm after the MLP", norms[5], layer_.embed_dim);
+    layer_.eps = check_eps(eps);
+    layer_.scale = static_cast<float>(scale);
+    check(layer_.scale - layer_.scale == 0, "scale must be finite");
+    check(!window.has_value() || *window >= 1, "window must be 1 at least");
+    layer_.activation = activation_named(activation);
+}
+
+const float* DecoderLayer::copied(const std::string& name, const std::optional<AnyArray>& array, std::size_t size) {
+    if (!array.has_value()) return nullptr;
+    const float* data = check_vector<float>(name.c_str(), *array, "float32");
+    check(array->shape(0) == size,
+          [&] { return name + " has " + text(array->shape(0)) + " elements: it must have " + text(size); });
+    return vectors_.emplace_back(data, data + size).data();
+}
+
+void DecoderLayer::run(PageStep& step, const PageLayer& pages, const HiddenRows& hidden,
+                       std::int64_t num_threads) const {
+    step.check_layer(pages);
+    const LayerPages& of = pages.pages();
+    check(of.head_dim == layer_.head_dim && of.num_kv_heads == layer_.num_kv_heads, [&] {
+        return "the pages have " + text(of.num_kv_heads) + " KV heads of " + text(of.head_dim) +
+               " dims: those of this layer are " + text(layer_.num_kv_heads) + " of " + text(layer_.head_dim);
+    });
+    check(hidden.embed_dim() == layer_.embed_dim && hidden.head_dim() == layer_.head_dim, [&] {
+        return "the rows have " + text(hidden.embed_dim()) + " dims, turned in heads of " + text(hidden.head_dim()) +
+               ": those of this layer are " + text(layer_.embed_dim) + " and " + text(layer_.head_dim);
+    });
+    check(hidden.states().num_rows == step.pages().num_tokens, [&] {
+        return "there are " + text(hidden.states().num_rows) + " rows: the step has " + text(step.pages().num_tokens) +
+               " tokens";
+    });
+    const std::int64_t window = window_.value_or(step.window());
+    check(window <= step.window(), [&] {
+        return "the layer's window is " + std::to_string(window) + ": that of the step is " +
+               std::to_string(step.window());
+    });
+    check_between("num_threads", num_threads, 1, kMostThreads);
+    if (hidden.states().num_rows == 0) return;
+    const AttentionPlan& plan = step.plan(layer_.num_heads / layer_.num_kv_heads, layer_.num_kv_heads, window);
+    nb::gil_scoped_release release;
+    run_layer(layer_, step.pages(), of, plan, hidden.states(), static_cast<int>(num_threads));
+}
+
+void bind_layer(nb::module_& m) {
+    nb::class_<HiddenRows>(m, "HiddenRows")
+        .def(nb::init<const nb::ndarray<>&, AnyArray, AnyArray>(), "x"_a, "cos"_a, "sin"_a)
+        .def("norm", &HiddenRows::norm, "multiplier"_a, "eps"_a, "out"_a, nb::kw_only(), "num_threads"_a);
+    nb::class_<DecoderLayer>(m, "DecoderLayer")
+        .def(nb::init<std::vector<nb::object>, const std::vector<std::optional<AnyArray>>&,
+                      const std::vector<std::optional<AnyArray>>&, double, std::int64_t, double,
+                      std::optional<std::int64_t>, const std::string&>(),
+             "matrices"_a, "biases"_a, "norms"_a, nb::kw_only(), "eps"_a, "head_dim"_a, "scale"_a, "window"_a,
+             "activation"_a)
+        .def("run", &DecoderLayer::run, "step"_a, "pages"_a, "hidden"_a, nb::kw_only(), "num_threads"_a);
+}
+
+}  // namespace kvist

@@ -1,0 +1,123 @@
+"""Decoder layers as single native calls, where their matrices are quantised."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from kvist.cache.cache_view import CacheView
+from kvist.kernels import native
+from kvist.models.layers import DecoderLayer, LayerParts, RMSNorm
+from kvist.models.matrices import QuantisedLinear
+
+Rope = tuple[torch.Tensor, torch.Tensor]
+
+
+class LayerSteps:
+    """Runs the layers of a decoder over the tokens of one step.
+
+    A layer runs natively where all its matrices are quantised, and its pages and hidden states are on the CPU. Else its
+    module runs, which is the native one's twin.
+
+    Args:
+        cache: of the step.
+        plain: run modules alone.
+
+    Raises:
+        SequenceError: a sequence of the step was committed, rewound or released since the view was made.
+    """
+
+    def __init__(self, cache: CacheView, *, plain: bool = False) -> None:
+        cache.check_current()
+        self._cache = cache
+        self._plain = plain
+        self._num_threads = torch.get_num_threads()
+        self._made: list[tuple[torch.Tensor, Rope, native.HiddenRows | None]] = []
+
+    def run(self, index: int, layer: nn.Module, x: torch.Tensor, rope: Rope) -> torch.Tensor:
+        """Hidden states after a layer, from those before it: `x` `[T, E]` itself, changed in place, or others.
+
+        Args:
+            index: the layer's number.
+            layer: its module, a `DecoderLayer`.
+            x: the hidden states. The caller needs them no more.
+            rope: cosine and sine of each token's angles, as `rope_tables` gives them.
+        """
+        assert isinstance(layer, DecoderLayer)
+        if not self._plain and (handle := layer.native) is not None:
+            pages, rows = self._cache.native_pages(index), self._rows(x, rope)
+            if pages is not None and rows is not None:
+                handle.run(*pages, rows, num_threads=self._num_threads)
+                return x
+        y: torch.Tensor = layer(x, rope, self._cache, index)
+        return y
+
+    def norm(self, norm: RMSNorm, x: torch.Tensor) -> torch.Tensor:
+        """The normed hidden states `[T, E]` after the last layer; natively where the last layer ran so."""
+        known_x, _, rows = self._made[-1] if self._made else (None, None, None)
+        if known_x is not x or rows is None:
+            y: torch.Tensor = norm(x)
+            return y
+        out = torch.empty_like(x)
+        rows.norm(norm.multiplier(), norm.eps, out, num_threads=self._num_threads)
+        return out
+
+    def _rows(self, x: torch.Tensor, rope: Rope) -> native.HiddenRows | None:
+        """The hidden states for native layers, made once for all that turn by the same angles; None for no such."""
+        for known_x, known_rope, known in self._made:
+            if known_x is x and known_rope is rope:
+                return known
+        fits = x.device.type == "cpu" and x.dtype == torch.float32 and x.is_contiguous() and not x.requires_grad
+        rows = native.hidden_rows(x, rope) if fits else None
+        self._made.append((x, rope, rows))
+        return rows
+
+
+def native_layer(parts: LayerParts) -> native.DecoderLayer | None:
+    """The layer for the native library; None where some matrix is not quantised, or not on the CPU."""
+    attention, mlp = parts.attention, parts.mlp
+    modules: tuple[nn.Module, ...] = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+    modules += (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+    matrices = [
+        (module.native, module.bias)
+        for module in modules
+        if isinstance(module, QuantisedLinear) and module.native is not None
+    ]
+    norms = (
+        parts.attention_input_norm, attention.q_norm, attention.k_norm, parts.attention_output_norm,
+        parts.mlp_input_norm, parts.mlp_output_norm,
+    )  # fmt: skip
+    eps = {norm.eps for norm in norms if isinstance(norm, RMSNorm)}
+    if len(matrices) < len(modules) or len(eps) > 1:
+        return None
+    q, k, v, o, gate, up, down = matrices
+    weights = native.LayerWeights(
+        q=q,
+        k=k,
+        v=v,
+        o=o,
+        gate=gate,
+        up=up,
+        down=down,
+        attention_input_norm=parts.attention_input_norm.multiplier().detach(),
+        q_norm=_multiplier(attention.q_norm),
+        k_norm=_multiplier(attention.k_norm),
+        attention_output_norm=_multiplier(parts.attention_output_norm),
+        mlp_input_norm=parts.mlp_input_norm.multiplier().detach(),
+        mlp_output_norm=_multiplier(parts.mlp_output_norm),
+    )
+    return native.decoder_layer(
+        weights,
+        eps=eps.pop(),
+        head_dim=attention.head_dim,
+        scale=attention.scale,
+        window=attention.window,
+        activation=mlp.activation,
+    )
+
+
+def _multiplier(norm: nn.Module | None) -> torch.Tensor | None:
+    if norm is None:
+        return None
+    assert isinstance(norm, RMSNorm)
+    return norm.multiplier().detach()

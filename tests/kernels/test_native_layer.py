@@ -1,0 +1,237 @@
+"""What the native library takes for a decoder layer, and what it says of the rest."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from kvist.kernels import native
+from kvist.kernels.weight_codec import WEIGHT_FORMATS, QuantisedWeight, decode_rows, pack, quantise
+from kvist.models.layers import ACTIVATIONS, OffsetRMSNorm, normalised
+
+EMBED, MLP, HEADS, KV_HEADS, DIM = 64, 96, 4, 2, 16
+SHAPES = {
+    "q": (HEADS * DIM, EMBED), "k": (KV_HEADS * DIM, EMBED), "v": (KV_HEADS * DIM, EMBED), "o": (EMBED, HEADS * DIM),
+    "gate": (MLP, EMBED), "up": (MLP, EMBED), "down": (EMBED, MLP),
+}  # fmt: skip
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def matrix(num_rows: int, num_columns: int, seed: int = 0) -> native.LinearWeight:
+    return native.linear_weight(pack(quantise(random(num_rows, num_columns, seed=seed) * 0.1, "int8")))
+
+
+def weights(**changes: Any) -> native.LayerWeights:
+    given: dict[str, Any] = {name: (matrix(*shape), None) for name, shape in SHAPES.items()}
+    given |= {"attention_input_norm": torch.ones(EMBED), "mlp_input_norm": torch.ones(EMBED)}
+    given |= dict.fromkeys(("q_norm", "k_norm", "attention_output_norm", "mlp_output_norm"))
+    return native.LayerWeights(**given | changes)
+
+
+def layer(changes: dict[str, Any] | None = None, **options: Any) -> native.DecoderLayer:
+    given: dict[str, Any] = {
+        "eps": 1e-6, "head_dim": DIM, "scale": 0.25, "window": None, "activation": "silu",
+    }  # fmt: skip
+    return native.decoder_layer(weights(**changes or {}), **given | options)
+
+
+def rows(count: int = 3, dim: int = DIM, embed: int = EMBED) -> native.HiddenRows:
+    return native.hidden_rows(random(count, embed), (torch.ones(count, 1, dim), torch.zeros(count, 1, dim)))
+
+
+def step(count: int = 3, window: int | None = None) -> native.PageStep:
+    pool = torch.zeros(1, 1 << 16, dtype=torch.uint8)
+    return native.page_step(
+        pool, 1 << 16, num_tokens=[count], first_positions=[0], first_numbers=[0],
+        page_tables=[torch.zeros(1, dtype=torch.int64)], window=window,
+    )  # fmt: skip
+
+
+def pages(num_kv_heads: int = KV_HEADS, head_dim: int = DIM, offset: int = 0) -> native.PageLayer:
+    return native.page_layer("bf16", "bf16", head_dim, num_kv_heads, offset)
+
+
+def test_a_layer_changes_the_rows_in_place() -> None:
+    x = random(3, EMBED)
+    hidden = native.hidden_rows(x, (torch.ones(3, 1, DIM), torch.zeros(3, 1, DIM)))
+    layer().run(step(), pages(), hidden, num_threads=1)
+    assert (x != random(3, EMBED)).all()
+    assert x.isfinite().all()
+
+
+# --- the rows between the products ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dims", [1, 7, 16, 40, 64, 80, 576, 1000])
+@pytest.mark.parametrize("count", [1, 5, 300])
+def test_rows_are_normed(dims: int, count: int) -> None:
+    x = random(count, dims) * random(count, 1, seed=1).mul(5).exp()
+    norm = OffsetRMSNorm(dims, 1e-5).requires_grad_(False)
+    norm.weight.copy_(random(dims, seed=2))
+    tables = torch.ones(count, 1, 2)
+    found = []
+    for threads in (1, 3):
+        out = torch.full_like(x, 7.0)
+        native.hidden_rows(x, (tables, tables)).norm(norm.multiplier(), 1e-5, out, num_threads=threads)
+        found.append(out)
+    assert torch.equal(*found)
+    torch.testing.assert_close(found[0], norm(x), rtol=1e-6, atol=1e-30)
+
+
+def test_a_row_of_numbers_that_are_none_is_normed_alone() -> None:
+    x, out = random(4, EMBED), torch.empty(4, EMBED)
+    expected = normalised(x, 1e-5)
+    x[1, 5], x[3, 0] = float("nan"), float("inf")
+    tables = torch.ones(4, 1, 2)
+    native.hidden_rows(x, (tables, tables)).norm(torch.ones(EMBED), 1e-5, out, num_threads=1)
+    assert out[1].isnan().all()
+    assert out[3, 0].isnan()
+    torch.testing.assert_close(out[::2], expected[::2])
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations_are_those_of_pytorch(activation: str) -> None:
+    """Gates come through their bias and are multiplied by one; of 32 one is not 0, whose code then is exact."""
+    identity = native.linear_weight(pack(quantise(torch.eye(EMBED) * 127, "int8")))
+    nothing = native.linear_weight(pack(quantise(torch.zeros(EMBED, EMBED), "int8")))
+    for value in torch.linspace(-12, 30, 43):
+        gate = torch.zeros(EMBED)
+        gate[[5, 40]] = torch.stack((value, value * 1e-3))
+        changes: dict[str, Any] = dict.fromkeys(("q", "k", "v", "o"), (nothing, None))
+        changes |= {"gate": (nothing, gate), "up": (nothing, torch.ones(EMBED)), "down": (identity, None)}
+        x = torch.zeros(1, EMBED)
+        rows_of_x = native.hidden_rows(x, (torch.ones(1, 1, DIM), torch.zeros(1, 1, DIM)))
+        layer(changes, activation=activation).run(step(1), pages(HEADS), rows_of_x, num_threads=1)
+        torch.testing.assert_close(x[0], ACTIVATIONS[activation](gate.double()).float() * 127, rtol=3e-6, atol=1e-12)
+
+
+# --- rows of a matrix as numbers --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", WEIGHT_FORMATS)
+@pytest.mark.parametrize("num_columns", [32, 96, 128])
+def test_rows_of_a_matrix_are_decoded_to_the_bits_of_the_twin(format: str, num_columns: int) -> None:
+    codes = quantise(random(50, num_columns), format)
+    halves = torch.randint(-(2**15), 2**15, codes.steps.shape, dtype=torch.int16).view(torch.float16)
+    halves[0, 0], halves[1, 0], halves[2, 0] = float("nan"), float("inf"), 0.0
+    weight = pack(type(codes)(codes.kind, codes.codes, halves, None if codes.minima is None else halves.flip(0)))
+    chosen = torch.tensor([49, 0, 1, 2, 15, 16, 17, 17, 31, 32])
+    out = torch.empty(len(chosen), num_columns + 3)[:, :num_columns]
+    native.linear_weight(weight).decode_rows(chosen, out)
+    assert torch.equal(out.nan_to_num(0.5), decode_rows(weight, chosen).nan_to_num(0.5))
+
+
+@pytest.mark.parametrize(
+    ("chosen", "out", "message"),
+    [
+        (torch.tensor([0, 50]), torch.empty(2, 64), "a row is 50: it must be from 0 to 49"),
+        (torch.tensor([-1]), torch.empty(1, 64), "a row is -1: it must be from 0 to 49"),
+        (torch.tensor([1.0]), torch.empty(1, 64), "rows must have dtype int64"),
+        (torch.tensor([1]), torch.empty(2, 64), "out has 2 rows: it must have 1"),
+        (torch.tensor([1]), torch.empty(1, 32), "out has 32 columns: it must have 64"),
+        (torch.tensor([1]), torch.empty(1, 64, dtype=torch.bfloat16), "out must have dtype float32"),
+    ],
+)
+def test_decoding_says_what_is_wrong(chosen: torch.Tensor, out: torch.Tensor, message: str) -> None:
+    weight: QuantisedWeight = pack(quantise(random(50, 64), "int4"))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        native.linear_weight(weight).decode_rows(chosen, out)
+
+
+# --- the border -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: layer({"k": (matrix(40, EMBED), None)}), "v has the shape [32, 64]: it must be [40, 64]"),
+        (lambda: layer({"o": (matrix(EMBED, 96), None)}), "o has the shape [64, 96]: it must be [64, 64]"),
+        (lambda: layer({"down": (matrix(EMBED, 64), None)}), "down has the shape [64, 64]: it must be [64, 96]"),
+        (
+            lambda: layer({"up": (matrix(MLP, EMBED), torch.ones(95))}),
+            "the bias of up has 95 elements: it must have 96",
+        ),
+        (
+            lambda: layer({"q": (matrix(64, 64), torch.ones(64, dtype=torch.bfloat16))}),
+            "the bias of q must have dtype float32",
+        ),
+        (lambda: layer({"mlp_input_norm": torch.ones(32)}), "the norm before the MLP has 32 elements"),
+        (lambda: layer({"mlp_input_norm": None}), "the norms before attention and before the MLP must be there"),
+        (lambda: layer({"q_norm": torch.ones(DIM)}), "the norms of q and k go together"),
+        (lambda: layer(head_dim=15), "head_dim is 15: it must be even"),
+        (lambda: layer(head_dim=0), "head_dim is 0: it must be from 2"),
+        (lambda: layer(head_dim=64), "q and k have 64 and 32 rows: they must be heads of head_dim 64"),
+        (lambda: layer(eps=-1.0), "eps must be finite and 0 at least"),
+        (lambda: layer(scale=float("nan")), "scale must be finite"),
+        (lambda: layer(window=0), "window must be 1 at least"),
+        (lambda: layer(activation="relu"), "activation is 'relu': it must be silu or gelu_tanh"),
+        (lambda: layer().run(step(), pages(1), rows(), num_threads=1), "the pages have 1 KV heads of 16 dims"),
+        (lambda: layer().run(step(), pages(offset=1 << 16), rows(), num_threads=1), "the layer ends at byte"),
+        (lambda: layer().run(step(), pages(), rows(2), num_threads=1), "there are 2 rows: the step has 3 tokens"),
+        (
+            lambda: layer().run(step(), pages(), rows(dim=8), num_threads=1),
+            "the rows have 64 dims, turned in heads of 8: those of this layer are 64 and 16",
+        ),
+        (lambda: layer().run(step(), pages(), rows(embed=32), num_threads=1), "the rows have 32 dims"),
+        (
+            lambda: layer(window=65).run(step(window=64), pages(), rows(), num_threads=1),
+            "the layer's window is 65: that of the step is 64",
+        ),
+        (lambda: layer().run(step(), pages(), rows(), num_threads=0), "num_threads is 0: it must be from 1 to 1024"),
+        (lambda: hidden(x=torch.zeros(3, EMBED, dtype=torch.bfloat16)), "x must have dtype float32"),
+        (lambda: hidden(x=torch.zeros(EMBED)), "x has 1 dimensions: it must have 2"),
+        (lambda: hidden(x=torch.zeros(3, 2 * EMBED)[:, ::2]), "x must be contiguous"),
+        (lambda: hidden(x=torch.zeros(1, EMBED).expand(3, EMBED)), "x must be contiguous"),
+        (lambda: hidden(cos=torch.zeros(2, 1, DIM)), "cos has the shape [2, 1, 16]: it must be [3, 1, 16]"),
+        (lambda: hidden(sin=torch.zeros(3, 1, 8)), "sin has the shape [3, 1, 8]: it must be [3, 1, 16]"),
+        (lambda: hidden(sin=torch.zeros(3, 2, DIM)), "sin has the shape [3, 2, 16]"),
+        (lambda: hidden(cos=torch.zeros(3, DIM)), "cos has 2 dimensions: it must have 3"),
+        (lambda: hidden(overlap=True), "x and cos must not overlap"),
+        (lambda: rows().norm(torch.ones(3), 1e-6, torch.empty(3, EMBED), num_threads=1), "multiplier has 3 elements"),
+        (
+            lambda: rows().norm(torch.ones(EMBED), 1e-6, torch.empty(2, EMBED), num_threads=1),
+            "out has the shape [2, 64]",
+        ),
+        (
+            lambda: rows().norm(torch.ones(EMBED), float("inf"), torch.empty(3, EMBED), num_threads=1),
+            "eps must be finite",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_it_says_what_is_wrong(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make()
+
+
+def hidden(*, overlap: bool = False, **changes: torch.Tensor) -> native.HiddenRows:
+    if overlap:
+        memory = torch.zeros(3 * EMBED)
+        changes = {"x": memory.view(3, EMBED), "cos": memory[-48:].view(3, 1, DIM)}
+    given = {"x": torch.zeros(3, EMBED), "cos": torch.zeros(3, 1, DIM), "sin": torch.zeros(3, 1, DIM)} | changes
+    return native.hidden_rows(given["x"], (given["cos"], given["sin"]))
+
+
+def test_a_layer_keeps_its_matrices_alive() -> None:
+    handle = layer()
+    x = random(3, EMBED)
+    first = native.hidden_rows(x, (torch.ones(3, 1, DIM), torch.zeros(3, 1, DIM)))
+    handle.run(step(), pages(), first, num_threads=1)
+    overwriting = [torch.full((6, 1664), 255, dtype=torch.uint8) for _ in range(20)]
+    again = random(3, EMBED)
+    second = native.hidden_rows(again, (torch.ones(3, 1, DIM), torch.zeros(3, 1, DIM)))
+    handle.run(step(), pages(), second, num_threads=2)
+    assert torch.equal(x, again)
+    del overwriting
+
+
+def test_nothing_is_no_matrix() -> None:
+    with pytest.raises((TypeError, RuntimeError)):
+        layer({"q": (None, None)})
