@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvist.bench.probed import time_in_turn
+from kvist.bench.probed import Measured, time_in_turn
 
 
 def steadily(*values: float) -> Iterator[float]:
@@ -36,3 +36,14 @@ def test_a_bandwidth_that_never_rests_is_told() -> None:
     timings = time_in_turn({"a": lambda: None}, 2, lambda: next(bandwidths), done=lambda *turn: turns.append(turn))
     assert (timings["a"].repetitions, timings["a"].discarded, timings["a"].is_steady) == (2, 6, False)
     assert turns == [(i, 8) for i in range(1, 9)]
+
+
+def test_a_task_may_say_itself_how_long_it_took() -> None:
+    times = iter([9.0, 1.0, 2.0, 4.0])
+    timing = time_in_turn({"a": lambda: Measured(next(times))}, 3, lambda: 1e9)["a"]
+    assert (timing.seconds, timing.spread_fraction) == (2.0, 1.5)
+
+
+def test_without_a_warm_up_the_first_run_counts() -> None:
+    times = iter([9.0])
+    assert time_in_turn({1: lambda: Measured(next(times))}, 1, lambda: 1e9, warm_up=False)[1].seconds == 9.0

@@ -41,6 +41,14 @@ class MachineFacts:
     torch: str
     kvist: str
 
+    @property
+    def line(self) -> str:
+        """What figures rest on, in a line."""
+        return (
+            f"{self.cpu}, {self.isa or 'no native kernels'}, {self.threads} threads on {self.cpus} CPUs; "
+            f"kvist {self.kvist}, torch {self.torch}"
+        )
+
     @classmethod
     def gather(cls, threads: int) -> MachineFacts:
         """The facts of this machine, for a measurement that uses `threads` threads."""

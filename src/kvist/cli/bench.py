@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvist.cli.bench_attention import attention
+from kvist.cli.bench_decode import batch, decode
+from kvist.cli.bench_prefill import prefill
 from kvist.config import check_threads
 
 if TYPE_CHECKING:
@@ -23,7 +25,8 @@ def bench() -> None:
     """Measure this machine."""
 
 
-app.command()(attention)
+for _verb in (attention, decode, prefill, batch):
+    app.command()(_verb)
 
 
 @app.command()

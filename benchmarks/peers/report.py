@@ -1,0 +1,248 @@
+"""The results as JSON, as Markdown and as a picture. They name the machine's kind, never its name or its folders."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from field import Failure
+from peers import KVIST, REFERENCE_CACHE
+from workloads import Plan, Row
+
+from kvist.bench.machine import MachineFacts
+
+_REFERENCE = f"{KVIST.name} {REFERENCE_CACHE}"
+_PATH = re.compile(r"(?<![\w/])~?(?:/[^\s/,:;()'\"]+){2,}/?")
+
+
+@dataclass(frozen=True)
+class ModelResult:
+    """What came of one model.
+
+    Attributes:
+        model: its name.
+        weights_bytes: of its file.
+        rows: all figures.
+        failures: who is missing, and why.
+        agreement: by label, how many of the tokens drawn first are those of Kvist with its reference cache.
+        drawn: of how many.
+    """
+
+    model: str
+    weights_bytes: int
+    rows: list[Row]
+    failures: list[Failure]
+    agreement: dict[str, int]
+    drawn: int
+
+    @property
+    def labels(self) -> list[str]:
+        """Of all that have a figure, in the order of their first."""
+        return list(dict.fromkeys(row.label for row in self.rows))
+
+    def row(self, label: str, work: str, context: int) -> Row | None:
+        """One figure, where there is one."""
+        key = (label, work, context)
+        return next((row for row in self.rows if (row.label, row.work, row.context) == key), None)
+
+    def contexts(self, work: str) -> list[int]:
+        """At which there are figures, ascending."""
+        return sorted({row.context for row in self.rows if row.work == work})
+
+
+@dataclass(frozen=True)
+class Report:
+    """One run of the comparison."""
+
+    name: str
+    plan: Plan
+    machine: MachineFacts
+    versions: dict[str, str]
+    models: list[ModelResult]
+    missing: list[Failure]
+
+    def write(self, folder: Path) -> list[Path]:
+        """Write the three files; their paths."""
+        folder.mkdir(parents=True, exist_ok=True)
+        paths = [folder / f"{self.name}{ending}" for ending in (".json", ".md", ".png")]
+        paths[0].write_text(json.dumps(self.fields(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        paths[1].write_text(self.markdown(), encoding="utf-8")
+        self.draw(paths[2])
+        return paths
+
+    def fields(self) -> dict[str, Any]:
+        """All of it, for JSON."""
+        return {
+            "name": self.name,
+            "machine": asdict(self.machine),
+            "versions": self.versions,
+            "plan": asdict(self.plan),
+            "reference": _REFERENCE,
+            "missing": [_failure(one) for one in self.missing],
+            "models": [
+                {
+                    "model": result.model,
+                    "weights_bytes": result.weights_bytes,
+                    "rows": [row.fields() for row in result.rows],
+                    "failures": [_failure(one) for one in result.failures],
+                    "agreement": result.agreement,
+                    "drawn": result.drawn,
+                }
+                for result in self.models
+            ],
+        }
+
+    def markdown(self) -> str:
+        """Tables, and what they rest on."""
+        machine = self.machine
+        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        lines = [
+            f"# Kvist and its peers: {self.name}",
+            "",
+            f"{machine.cpu} ({machine.architecture}), {machine.cpus} CPUs, {machine.threads} threads, "
+            f"{machine.system}, python {machine.python}. {versions}.",
+            "",
+            "Medians of rounds in turn. After ± half of what lies between the slowest and the fastest round; then how "
+            f"many times as fast {_REFERENCE} was. `?`: the read bandwidth moved by more than 10 % around every round. "
+            "`*`: computed once, from one context to the next.",
+        ]
+        for result in self.models:
+            lines += ["", f"## {result.model}, {result.weights_bytes / 1e6:,.0f} MB of weights", ""]
+            lines += ["Decode, tokens per second over the tokens before:", "", *_by_context(result, "decode")]
+            if result.contexts("prefill"):
+                lines += ["", "Prefill, tokens per second over the prompt's tokens:", ""]
+                lines += _by_context(result, "prefill")
+            lines += self._together(result)
+            lines += ["", *self._notes(result)]
+        lines += ["", *(f"- {one.label} is missing: {_without_paths(one.reason)}" for one in self.missing)]
+        return "\n".join(lines).rstrip() + "\n"
+
+    def draw(self, path: Path) -> None:
+        """Decode over the context, a line for each engine and cache."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(6.5 * len(self.models), 5.0), layout="constrained")
+        every_axes = figure.subplots(1, len(self.models), squeeze=False)[0]
+        for axes, result in zip(every_axes, self.models, strict=True):
+            for label, style in _styles(result.labels).items():
+                rows = [row for row in result.rows if row.label == label and row.work == "decode"]
+                axes.plot(
+                    [row.context for row in rows], [row.figure.tokens_per_s for row in rows], label=label, **style
+                )
+            contexts = result.contexts("decode")
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(contexts, [f"{context:,}" for context in contexts])
+            axes.minorticks_off()
+            axes.set_ylim(bottom=0)
+            axes.set_xlabel("tokens of context")
+            axes.set_ylabel("tokens per second, decode")
+            axes.set_title(result.model)
+            axes.grid(alpha=0.3)
+            axes.legend(fontsize="x-small")
+        figure.suptitle(f"{self.machine.cpu}, {self.machine.threads} threads", fontsize="small")
+        figure.savefig(path, dpi=150)
+
+    def _together(self, result: ModelResult) -> list[str]:
+        batches, requests = result.contexts("batch"), result.contexts("requests")
+        lines: list[str] = []
+        if batches:
+            title = (
+                f"{self.plan.batch_sequences} sequences of {batches[0]:,} tokens decoding together, tokens per second:"
+            )
+            lines += ["", title, "", *_table(result, "batch", {"together": batches[0]}, _rate)]
+        if requests:
+            title = (
+                f"{self.plan.num_requests} requests at once, {requests[0]:,} tokens of prompts in all, "
+                f"{self.plan.answer_tokens} drawn for each, seconds:"
+            )
+            lines += ["", title, "", *_table(result, "requests", {"until the last": requests[0]}, _seconds)]
+        return lines
+
+    def _notes(self, result: ModelResult) -> list[str]:
+        rates = [row.figure.gb_per_s for row in result.rows]
+        counted = sum(row.figure.rounds for row in result.rows)
+        discarded = sum(row.figure.discarded for row in result.rows)
+        agreeing = ", ".join(f"{label} {count}" for label, count in result.agreement.items())
+        notes = [f"- Read bandwidth meanwhile {min(rates):.0f} to {max(rates):.0f} GB/s."] if rates else []
+        return [
+            *notes,
+            f"- {counted} rounds count, {discarded} were discarded, since the bandwidth moved by more than 10 %.",
+            f"- Of the first {result.drawn} tokens drawn, so many are those of {_REFERENCE}, from the first on: "
+            f"{agreeing or 'none'}.",
+            *(f"- {one.label} failed: {_without_paths(one.reason)}" for one in result.failures),
+        ]
+
+
+def agreement(drawn: dict[str, list[int]]) -> tuple[dict[str, int], int]:
+    """How many tokens each drew as the reference did, up to the first that differs, and of how many."""
+    reference = drawn.get(_REFERENCE, [])
+    same: dict[str, int] = {}
+    for label, tokens in drawn.items():
+        if label != _REFERENCE:
+            pairs = list(zip(tokens, reference, strict=False))
+            same[label] = next((index for index, (left, right) in enumerate(pairs) if left != right), len(pairs))
+    return same, len(reference)
+
+
+def _by_context(result: ModelResult, work: str) -> list[str]:
+    return _table(result, work, {f"{context:,}": context for context in result.contexts(work)}, _rate)
+
+
+def _table(result: ModelResult, work: str, columns: dict[str, int], cell: Callable[[Row], str]) -> list[str]:
+    lines = [f"| | {' | '.join(columns)} |", f"|---|{'---|' * len(columns)}"]
+    for label in result.labels:
+        rows = [result.row(label, work, context) for context in columns.values()]
+        references = [result.row(_REFERENCE, work, context) for context in columns.values()]
+        if any(rows):
+            cells = [_cell(row, reference, cell) for row, reference in zip(rows, references, strict=True)]
+            lines.append(f"| {label} | {' | '.join(cells)} |")
+    return lines
+
+
+def _cell(row: Row | None, reference: Row | None, cell: Callable[[Row], str]) -> str:
+    if row is None:
+        return "-"
+    text = cell(row) + f" ±{row.figure.spread / 2:.0%}".replace("%", " %")
+    if reference is not None and reference is not row:
+        text += f", {reference.figure.tokens_per_s / row.figure.tokens_per_s:.2f}x"
+    return text + ("" if row.figure.is_steady else " ?") + (" *" if row.in_parts else "")
+
+
+def _rate(row: Row) -> str:
+    rate = row.figure.tokens_per_s
+    return f"{rate:,.1f}" if rate < 100 else f"{rate:,.0f}"
+
+
+def _seconds(row: Row) -> str:
+    return f"{row.figure.seconds:.1f}"
+
+
+def _styles(labels: list[str]) -> dict[str, dict[str, Any]]:
+    """A colour for each engine, a marker for each of its caches; Kvist's lines are thick, its peers' dashed."""
+    engines = list(dict.fromkeys(label.split()[0] for label in labels))
+    seen: dict[str, int] = dict.fromkeys(engines, 0)
+    styles: dict[str, dict[str, Any]] = {}
+    for label in labels:
+        engine = label.split()[0]
+        own = engine == KVIST.name
+        styles[label] = {
+            "color": f"C{engines.index(engine)}",
+            "marker": "os^D"[seen[engine] % 4],
+            "linestyle": "-" if own else "--",
+            "linewidth": 2.2 if own else 1.2,
+            "markersize": 5,
+        }
+        seen[engine] += 1
+    return styles
+
+
+def _failure(failure: Failure) -> dict[str, str]:
+    return {"label": failure.label, "reason": _without_paths(failure.reason)}
+
+
+def _without_paths(text: str) -> str:
+    return _PATH.sub("<path>", text)

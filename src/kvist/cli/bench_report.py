@@ -1,0 +1,168 @@
+"""What a measurement of a model prints and writes."""
+
+from __future__ import annotations
+
+import json as json_module
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvist.cli.output import table_console
+from kvist.cli.output_file import output_file
+from kvist.errors import OptionError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from kvist.bench.machine import MachineFacts
+    from kvist.bench.memory import MemoryFigures
+    from kvist.loading import LoadedModel
+
+_STANDARD_OUTPUT = Path("-")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What was measured, and on what.
+
+    Attributes:
+        model: what it goes by.
+        weights_format, weights_bytes: of its weights.
+        kernel: that attends.
+        text: the name of the text that it ran over.
+        machine: the facts.
+    """
+
+    model: str
+    weights_format: str
+    weights_bytes: int
+    kernel: str
+    text: str
+    machine: MachineFacts
+
+    @classmethod
+    def of(cls, loaded: LoadedModel, text: str) -> Subject:
+        import torch
+
+        from kvist.attention import kernel_name
+        from kvist.bench.machine import MachineFacts
+
+        return cls(
+            model=loaded.name,
+            weights_format=loaded.weights_format,
+            weights_bytes=loaded.weights_bytes,
+            kernel=kernel_name(loaded.decoder.device),
+            text=text,
+            machine=MachineFacts.gather(torch.get_num_threads()),
+        )
+
+
+@dataclass(frozen=True)
+class BenchReport(ABC):
+    """Figures, and what they are of.
+
+    Attributes:
+        subject: what was measured.
+        memory: that the runs took.
+    """
+
+    subject: Subject
+    memory: tuple[MemoryFigures, ...]
+
+    @property
+    @abstractmethod
+    def work(self) -> str:
+        """What was measured, in a word or two."""
+
+    @property
+    @abstractmethod
+    def is_steady(self) -> bool:
+        """Whether the bandwidth stayed the same around enough repetitions."""
+
+    @abstractmethod
+    def figures(self) -> dict[str, Any]:
+        """The figures as `--json` gives them."""
+
+    @abstractmethod
+    def tables(self) -> Iterable[Table]:
+        """The figures for a person."""
+
+    @abstractmethod
+    def draw(self, path: Path, kind: str) -> None:
+        """Draw them into a file of a kind."""
+
+    @property
+    def title(self) -> str:
+        return f"{self.work}, {self.subject.model}, {self.subject.weights_format} weights"
+
+    @property
+    def facts(self) -> str:
+        """What the figures rest on, in a line or two."""
+        unsteady = "" if self.is_steady else "\n? the bandwidth moved by more than 10 % around most repetitions"
+        return self.subject.machine.line + unsteady
+
+    def json(self) -> str:
+        fields: dict[str, Any] = {
+            "work": self.work,
+            **{name: value for name, value in asdict(self.subject).items() if name != "machine"},
+            **self.figures(),
+            "memory": [{**asdict(one), "predicted_bytes": one.predicted_bytes} for one in self.memory],
+            "machine": asdict(self.subject.machine),
+        }
+        return json_module.dumps(fields, allow_nan=False)
+
+    def memory_table(self) -> Table:
+        table = new_table("MiB", "program", "weights", "caches", "predicted", "peak")
+        for one in self.memory:
+            sizes = (one.program_bytes, one.weights_bytes, one.kv_bytes, one.predicted_bytes, one.peak_bytes)
+            table.add_row(one.name, *(f"{size / 2**20:,.0f}" for size in sizes))
+        return table
+
+
+def new_table(*columns: str, names: int = 1) -> Table:
+    """A table whose first columns hold `names`, and the others numbers."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index < names else "right", no_wrap=True)
+    return table
+
+
+def produce(measure: Callable[[], BenchReport], *, json: Path | None, plot: Path | None) -> None:
+    """Measure, write the files that are asked for, and print the report, or its JSON alone.
+
+    Raises:
+        OptionError: a file cannot be written; told before anything is measured where it can be.
+    """
+    alone = json == _STANDARD_OUTPUT
+    if json is not None and plot is not None and json.resolve() == plot.resolve():
+        raise OptionError(f"--json and --plot name the same file, {plot}: give each its own")
+    with output_file("--json", None if alone else json) as json_file, output_file("--plot", plot) as plot_file:
+        kind = ""
+        if plot is not None:
+            from kvist.evaluate.plot import check_plot
+
+            kind = check_plot(plot)
+        report = measure()
+        try:
+            if json_file is not None:
+                json_file.write(lambda path: path.write_text(report.json() + "\n", encoding="utf-8"))
+            if plot_file is not None:
+                plot_file.write(lambda path: report.draw(path, kind))
+        finally:  # a full disk must not cost the minutes that the figures took
+            if alone:
+                print(report.json())
+            else:
+                _print(report)
+
+
+def _print(report: BenchReport) -> None:
+    console = table_console()
+    print(report.title)
+    for table in (*report.tables(), *([report.memory_table()] if report.memory else [])):
+        console.print(table)
+        print()
+    print(report.facts)
