@@ -50,6 +50,8 @@ class Peer:
 KVIST = Peer("kvist", (Cache("bf16", True), Cache("int8", True), Cache("int4", True)))
 # What the others' figures are set against.
 REFERENCE_CACHE = "int8"
+# Which draws the tokens that the others' are held against.
+PLAIN_CACHE = "bf16"
 
 PEERS = (
     Peer(

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from field import Failure
-from peers import KVIST, REFERENCE_CACHE
+from peers import KVIST, PLAIN_CACHE, REFERENCE_CACHE
 from workloads import Plan, Row
 
 from kvist.bench.machine import MachineFacts
 
 _REFERENCE = f"{KVIST.name} {REFERENCE_CACHE}"
+_PLAIN = f"{KVIST.name} {PLAIN_CACHE}"
 _PATH = re.compile(r"(?<![\w/])~?(?:/[^\s/,:;()'\"]+){2,}/?")
 
 
@@ -28,7 +29,8 @@ class ModelResult:
         weights_bytes: of its file.
         rows: all figures.
         failures: who is missing, and why.
-        agreement: by label, how many of the tokens drawn first are those of Kvist with its reference cache.
+        agreement: by label, how many of the tokens drawn are those of Kvist with its plain cache, up to the first that
+            differs.
         drawn: of how many.
     """
 
@@ -171,21 +173,26 @@ class Report:
         return [
             *notes,
             f"- {counted} rounds count, {discarded} were discarded, since the bandwidth moved by more than 10 %.",
-            f"- Of the first {result.drawn} tokens drawn, so many are those of {_REFERENCE}, from the first on: "
-            f"{agreeing or 'none'}.",
+            f"- Of {result.drawn} tokens drawn after the contexts, so many are those of {_PLAIN}, up to the first that "
+            f"differs: {agreeing or 'none'}.",
             *(f"- {one.label} failed: {_without_paths(one.reason)}" for one in result.failures),
         ]
 
 
-def agreement(drawn: dict[str, list[int]]) -> tuple[dict[str, int], int]:
-    """How many tokens each drew as the reference did, up to the first that differs, and of how many."""
-    reference = drawn.get(_REFERENCE, [])
-    same: dict[str, int] = {}
-    for label, tokens in drawn.items():
-        if label != _REFERENCE:
-            pairs = list(zip(tokens, reference, strict=False))
-            same[label] = next((index for index, (left, right) in enumerate(pairs) if left != right), len(pairs))
-    return same, len(reference)
+def agreement(drawn: dict[str, dict[int, list[int]]]) -> tuple[dict[str, int], int]:
+    """How many tokens each drew as Kvist did, up to the first that differs after each context, and of how many."""
+    plain = drawn.get(_PLAIN, {})
+    same = {
+        label: sum(_common(tokens, plain.get(context, [])) for context, tokens in contexts.items())
+        for label, contexts in drawn.items()
+        if label != _PLAIN
+    }
+    return same, sum(map(len, plain.values()))
+
+
+def _common(left: list[int], right: list[int]) -> int:
+    pairs = list(zip(left, right, strict=False))
+    return next((index for index, (one, other) in enumerate(pairs) if one != other), len(pairs))
 
 
 def _by_context(result: ModelResult, work: str) -> list[str]:
@@ -206,7 +213,9 @@ def _table(result: ModelResult, work: str, columns: dict[str, int], cell: Callab
 def _cell(row: Row | None, reference: Row | None, cell: Callable[[Row], str]) -> str:
     if row is None:
         return "-"
-    text = cell(row) + f" ±{row.figure.spread / 2:.0%}".replace("%", " %")
+    text = cell(row)
+    if row.figure.rounds > 1:
+        text += f" ±{row.figure.spread / 2:.0%}".replace("%", " %")
     if reference is not None and reference is not row:
         text += f", {reference.figure.tokens_per_s / row.figure.tokens_per_s:.2f}x"
     return text + ("" if row.figure.is_steady else " ?") + (" *" if row.in_parts else "")

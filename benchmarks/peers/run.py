@@ -16,6 +16,7 @@ import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 
 from environments import InstallError, python_of, versions
 from field import Failure, Field, Installed
@@ -38,12 +39,16 @@ def main() -> int:
     """Run the command; its exit status."""
     options = _parser().parse_args()
     # Ended politely it leaves no process either; ended otherwise, the pipes close and the workers end by themselves.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, _stop)
     try:
         return _compare(options)
-    except KeyboardInterrupt:
-        print("\nstopped; nothing was written", file=sys.stderr)
+    except KeyboardInterrupt as stop:
+        print(f"\nstopped{f' by {stop}' if stop.args else ''}; nothing was written", file=sys.stderr)
         return 130
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt(signal.Signals(number).name)
 
 
 def _compare(options: argparse.Namespace) -> int:

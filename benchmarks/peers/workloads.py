@@ -129,13 +129,13 @@ class Workloads:
         bandwidth: gives the read bandwidth of the moment, bytes per second.
 
     Attributes:
-        drawn: by label, the first tokens that each contender drew after the shortest context.
+        drawn: by label and context, the tokens that a contender drew after it.
     """
 
     def __init__(self, field: Field, text: Text, plan: Plan, bandwidth: Callable[[], float]) -> None:
         self._field, self._text, self._plan = field, text, plan
         self._probe = Probe(bandwidth)
-        self.drawn: dict[str, list[int]] = {}
+        self.drawn: dict[str, dict[int, list[int]]] = {}
 
     def rows(self) -> Iterator[Row]:
         """Measure everything, figure by figure."""
@@ -159,7 +159,13 @@ class Workloads:
                 parts[label] += found[:1]
             done = context
             self._warm_up("decode")
-            decoded = in_turn(field, list(field.live), self._decode, plan.decode, probe)
+
+            def decode(one: Contender, turn: int, context: int = context) -> float:
+                answer = one.worker.ask("decode", num_tokens=_DECODED_TOKENS)
+                self.drawn.setdefault(one.label, {}).setdefault(context, answer["token_ids"])
+                return float(answer["seconds"])
+
+            decoded = in_turn(field, list(field.live), decode, plan.decode, probe)
             yield from _rows(decoded, "decode", context, _DECODED_TOKENS)
         for context in plan.prefill_contexts:
             number = plan.contexts.index(context) + 1
@@ -175,11 +181,6 @@ class Workloads:
             for label in took.keys() - {one.label for one in repeated}:
                 if len(parts[label]) >= number:
                     yield Row(label, "prefill", context, _sum(parts[label][:number], context), in_parts=True)
-
-    def _decode(self, one: Contender, turn: int) -> float:
-        answer = one.worker.ask("decode", num_tokens=_DECODED_TOKENS)
-        self.drawn.setdefault(one.label, answer["token_ids"])
-        return float(answer["seconds"])
 
     def _batch(self) -> Iterator[Row]:
         plan, field = self._plan, self._field
