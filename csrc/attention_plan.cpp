@@ -1,11 +1,10 @@
 #include "attention_plan.h"
 
 #include <algorithm>
-#include <memory>
-#include <new>
 
 #include "dispatch.h"
 #include "parallel.h"
+#include "scratch_memory.h"
 
 namespace kvist {
 
@@ -70,30 +69,6 @@ void plan_splits(const StepPages& step, std::vector<Member>& found, AttentionPla
     }
 }
 
-constexpr std::align_val_t kLine{64};
-
-struct FreeLines {
-    void operator()(std::uint8_t* memory) const { ::operator delete(memory, kLine); }
-};
-
-// Memory that its thread keeps from one step to the next, since the system would have to give it anew each time.
-class Memory {
-public:
-    std::uint8_t* at_least(std::size_t bytes) {
-        if (bytes > size_) {
-            memory_.reset();
-            size_ = 0;
-            memory_.reset(static_cast<std::uint8_t*>(::operator new(bytes, kLine)));
-            size_ = bytes;
-        }
-        return memory_.get();
-    }
-
-private:
-    std::unique_ptr<std::uint8_t, FreeLines> memory_;
-    std::size_t size_ = 0;
-};
-
 struct Job {
     const KernelTable& kernels;
     const AttentionTask& task;
@@ -137,7 +112,7 @@ AttentionPlan plan_attention(const StepPages& step, std::size_t group_size, std:
 }
 
 void run_attention(const AttentionPlan& plan, AttentionTask task, int num_threads) {
-    static thread_local Memory memory;
+    static thread_local ScratchMemory memory;
     if (plan.items.empty()) return;
     const KernelTable& table = kernels();
     const std::size_t head_dim = task.layer->head_dim, num_kv_heads = plan.num_kv_heads;

@@ -77,7 +77,6 @@ class NativePages:
 
     def append(self, step: native.PageStep, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store a layer's keys and values `[T, K, D]` of a step; `layer` is counted within the group."""
-        # Capsules: asking the tensors for them takes longer than many a layer's keys and values of a token do.
         step.append(self.layers[layer], _capsule(k), _capsule(v), num_threads=torch.get_num_threads())
 
     def attend(
@@ -107,4 +106,4 @@ class NativePages:
 
 def _capsule(x: torch.Tensor) -> object:
     x = x if x.dtype in _DTYPES else x.float()
-    return torch.to_dlpack(x if x.stride(-1) == 1 else x.contiguous())  # type: ignore[attr-defined]  # it is public
+    return native.capsule(x if x.stride(-1) == 1 else x.contiguous())

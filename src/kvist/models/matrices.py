@@ -51,9 +51,8 @@ class QuantisedMatrix(nn.Module):
         if self.native is None:
             return linear.linear(x, self.packed)
         out = x.new_empty(len(x), self.packed.num_rows)
-        # Capsules: asking the tensors for them takes longer than many a product.
         x = x.detach() if x.stride(-1) == 1 else x.detach().contiguous()
-        self.native.apply(torch.to_dlpack(x), torch.to_dlpack(out), num_threads=torch.get_num_threads())  # type: ignore[attr-defined]  # they are public
+        self.native.apply(native.capsule(x), native.capsule(out), num_threads=torch.get_num_threads())
         return out
 
 
