@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from field import Contender, Field
 from worker import WorkerError
@@ -109,7 +110,7 @@ def in_turn(
         probe.refresh()
         for one in waiting:
             try:
-                found[one.label].append(probe.around(lambda one=one, turn=turn: task(one, turn)))  # type: ignore[misc]
+                found[one.label].append(probe.around(partial(task, one, turn)))
             except WorkerError as error:
                 field.drop(one, str(error))
                 probe.refresh()

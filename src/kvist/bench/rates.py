@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypedDict
 
 from kvist.bench.format_runs import FormatRuns
@@ -127,7 +128,7 @@ def filled(
     found, held = [], 0
     for done, (name, of_format) in enumerate(runs.items()):
         progress("computing prompts", done, len(runs))
-        peak = peak_bytes_of(lambda of_format=of_format: run(of_format))  # type: ignore[misc]  # bound in the loop
+        peak = peak_bytes_of(partial(run, of_format))
         found.append(MemoryFigures(name, program_bytes, weights_bytes, held + of_format.kv_bytes, peak))
         held += of_format.kv_bytes if of_format.workload.kept else 0
     progress("computing prompts", len(runs), len(runs))
