@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvist.attention import attend
+from kvist.bench.probed import Measured
 from kvist.cache.kv_cache import KVCache, Span
 from kvist.cache.plan import CachePlan
 from kvist.checks import check_integer
@@ -72,6 +72,7 @@ class FilledCache:
 
     Attributes:
         bytes_per_token: of keys and values, over all layers.
+        mixed: what came of the last step, `[layers, T, H, D]`.
 
     Raises:
         CacheFullError: the machine lacks the memory.
@@ -118,26 +119,43 @@ class FilledCache:
             if not self._cache.reserve(sequence, self._shape.context + 1):
                 raise RuntimeError("the cache was measured for these sequences and does not take them")
 
-    def decode(self) -> None:
+    def decode(self) -> Measured:
         """One token of each sequence attends, in every layer. Nothing is appended: the last token does it again."""
         for sequence in self._sequences:
             self._cache.rewind(sequence, self._shape.context - 1)
-        self._attend([Span(sequence, 1) for sequence in self._sequences])
+        return Measured(self._attend([Span(sequence, 1) for sequence in self._sequences]))
 
-    def prefill(self) -> None:
+    def prefill(self) -> Measured:
         """Every token attends to those before it, in every layer, a step of one sequence after another."""
+        seconds = 0.0
         for sequence in self._sequences:
             for first in range(0, self._shape.context, _MAX_STEP_TOKENS):
                 self._cache.rewind(sequence, first)
-                self._attend([Span(sequence, min(_MAX_STEP_TOKENS, self._shape.context - first))])
+                seconds += self._attend([Span(sequence, min(_MAX_STEP_TOKENS, self._shape.context - first))])
+        return Measured(seconds)
 
-    def _attend(self, spans: list[Span]) -> None:
-        """Over what the pages hold already. A step's view is committed, so that the tokens count again."""
-        with torch.inference_mode():
-            view = self._cache.view(spans)
-            for layer in range(self._shape.layers):
-                attend(self._q[: view.num_tokens], view, layer, scale=self._shape.head_dim**-0.5)
-            self._cache.commit(view)
+    def _attend(self, spans: list[Span]) -> float:
+        """The seconds of attention over what the pages hold already.
+
+        It is called as a native decoder layer calls it: what a step prepares for all its layers is prepared, and no
+        tensor passes through Python. A step's view is committed, so that the tokens count again.
+        """
+        view = self._cache.view(spans)
+        q = self._q[: view.num_tokens]
+        self.mixed = torch.empty(self._shape.layers, *q.shape, dtype=q.dtype)
+        calls = []
+        for layer, mixed in enumerate(self.mixed):
+            pages = view.native_pages(layer)
+            if pages is None:
+                raise RuntimeError("the cache was made on the CPU, and its pages are not there")
+            calls.append((*pages, native.capsule(q), native.capsule(mixed)))
+        scale, threads = self._shape.head_dim**-0.5, torch.get_num_threads()
+        began_s = time.perf_counter()
+        for step, of_layer, queries, out in calls:
+            step.attend(of_layer, queries, out, scale=scale, num_threads=threads)
+        seconds = time.perf_counter() - began_s
+        self._cache.commit(view)
+        return seconds
 
 
 def torch_forms(shape: AttentionShape) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
