@@ -32,44 +32,65 @@ struct ScoreLines {
     }
 };
 
-// The largest score of a row. Scores are capped in place.
-template <bool kSeesAll>
-inline float top_of_row(float softcap, float* scores, const ScoreLines<kSeesAll>& lines, std::size_t asks,
-                        Ahead& ahead) {
-    const Floats least = all_floats(kLeastScore);
-    Floats most = least;
-    for (std::size_t line = lines.first(); line < lines.stop(); ++line) {
-        Floats x = load_floats(scores + line * kLanes);
-        if (softcap != 0) {
-            x = tanh(x * all_floats(1 / softcap)) * all_floats(softcap * kLog2E);
-            store(scores + line * kLanes, x);
-        }
-        most = max(lines.seen(line, x, least), most);
-        for (std::size_t i = 0; i < asks; ++i) ahead.ask<1>();
+// As many lines at once as pages have, so that none waits for the one before.
+constexpr std::size_t kLinesAtOnce = kPageSlots / kLanes;
+static_assert(kSplitSlots / kLanes % kLinesAtOnce == 0);
+
+inline void cap_row(float softcap, float* scores, std::size_t first, std::size_t stop) {
+    for (std::size_t line = first; line < stop; ++line) {
+        const Floats x = load_floats(scores + line * kLanes);
+        store(scores + line * kLanes, tanh(x * all_floats(1 / softcap)) * all_floats(softcap * kLog2E));
     }
-    return max_lane(most);
+}
+
+// `visit(line, place)` for each line in turn, of those at once the places from 0 on.
+template <bool kSeesAll, typename Visit>
+inline void each_line(const ScoreLines<kSeesAll>& lines, std::size_t asks, Ahead& ahead, Visit visit) {
+    const std::size_t stop = lines.stop();
+    std::size_t line = lines.first();
+    for (; line + kLinesAtOnce <= stop; line += kLinesAtOnce) {
+#pragma GCC unroll 4
+        for (std::size_t i = 0; i < kLinesAtOnce; ++i) visit(line + i, i);
+        for (std::size_t i = 0; i < asks * kLinesAtOnce; ++i) ahead.ask<1>();
+    }
+    if constexpr (kSeesAll) return;
+    for (; line < stop; ++line) visit(line, 0);
+}
+
+// The largest score of a row.
+template <bool kSeesAll>
+inline float top_of_row(const float* scores, const ScoreLines<kSeesAll>& lines, std::size_t asks, Ahead& ahead) {
+    const Floats least = all_floats(kLeastScore);
+    Floats most[kLinesAtOnce];
+    for (Floats& of_place : most) of_place = least;
+    each_line(lines, asks, ahead, [&](std::size_t line, std::size_t place) {
+        most[place] = max(lines.seen(line, load_floats(scores + line * kLanes), least), most[place]);
+    });
+    for (std::size_t i = 1; i < kLinesAtOnce; ++i) most[0] = max(most[i], most[0]);
+    return max_lane(most[0]);
 }
 
 // Scores to weights, in place, and their sum; zeros where a slot is hidden.
 template <bool kSeesAll, int kDegree>
 inline float weigh_row(float top, float* scores, const ScoreLines<kSeesAll>& lines, std::size_t asks, Ahead& ahead) {
-    Floats total = all_floats(0.0f);
-    for (std::size_t line = lines.first(); line < lines.stop(); ++line) {
-        const Floats weight = lines.seen(line, exp2<kDegree>(load_floats(scores + line * kLanes) - all_floats(top)),
-                                         all_floats(0.0f));
+    Floats totals[kLinesAtOnce];
+    for (Floats& of_place : totals) of_place = all_floats(0.0f);
+    each_line(lines, asks, ahead, [&](std::size_t line, std::size_t place) {
+        const Floats score = load_floats(scores + line * kLanes);
+        const Floats weight = lines.seen(line, exp2<kDegree>(score - all_floats(top)), all_floats(0.0f));
         store(scores + line * kLanes, weight);
-        total = total + weight;
-        for (std::size_t i = 0; i < asks; ++i) ahead.ask<1>();
-    }
-    return sum_lanes(total);
+        totals[place] = totals[place] + weight;
+    });
+    for (std::size_t i = 1; i < kLinesAtOnce; ++i) totals[0] = totals[0] + totals[i];
+    return sum_lanes(totals[0]);
 }
 
 // Scores to weights, on all pages that the block sees.
 template <int kDegree>
 inline void weigh(float softcap, Block& block, Ahead& ahead) {
     // What was not asked for beside keys and values, evenly over the lines that are gone through twice.
-    constexpr std::size_t kLines = kPageSlots / kLanes;
-    const std::size_t asks = (ahead.page_lines() / 8 + 2 * kLines * block.num_rows - 1) / (2 * kLines * block.num_rows);
+    const std::size_t visits = 2 * kLinesAtOnce * block.num_rows;
+    const std::size_t asks = (ahead.page_lines() / 8 + visits - 1) / visits;
     const auto each_row = [&](auto visit) {
         for (std::size_t r = 0; r < block.num_rows; ++r) {
             const std::size_t first = block.first[r], stop = block.stop[r];
@@ -81,7 +102,9 @@ inline void weigh(float softcap, Block& block, Ahead& ahead) {
         }
     };
     each_row([&](std::size_t r, auto lines) {
-        block.gathered[r]->top = top_of_row(softcap, block.scores + r * kSplitSlots, lines, asks, ahead);
+        float* scores = block.scores + r * kSplitSlots;
+        if (softcap != 0) cap_row(softcap, scores, lines.first(), lines.stop());
+        block.gathered[r]->top = top_of_row(scores, lines, asks, ahead);
     });
     each_row([&](std::size_t r, auto lines) {
         const float top = block.gathered[r]->top;
