@@ -1,6 +1,7 @@
 #include "layer.h"
 
 #include <algorithm>
+#include <chrono>
 
 #include "append_bindings.h"
 #include "attention_plan.h"
@@ -74,6 +75,28 @@ Buffers buffers(const Layer& layer, std::size_t num_rows, std::size_t most_rows)
     return to;
 }
 
+// Tells each stage the time since the one before.
+class StageClock {
+public:
+    explicit StageClock(std::int64_t* stage_ns) : stage_ns_(stage_ns), last_(now()) {}
+
+    void ends(LayerStage stage) {
+        if (stage_ns_ == nullptr) return;
+        const std::chrono::nanoseconds at = now();
+        stage_ns_[static_cast<std::size_t>(stage)] += (at - last_).count();
+        last_ = at;
+    }
+
+private:
+    std::chrono::nanoseconds now() const {
+        if (stage_ns_ == nullptr) return {};
+        return std::chrono::steady_clock::now().time_since_epoch();
+    }
+
+    std::int64_t* stage_ns_;
+    std::chrono::nanoseconds last_;
+};
+
 OutputRows rows_of(const LayerMatrix& matrix, float* data) { return {data, matrix.weight->num_rows, false}; }
 
 void multiply(const LayerMatrix& matrix, const float* x, float* out, std::size_t num_rows, int num_threads) {
@@ -84,7 +107,8 @@ void multiply(const LayerMatrix& matrix, const float* x, float* out, std::size_t
 }  // namespace
 
 void run_layer(const Layer& layer, const StepPages& step, const LayerPages& pages, const AttentionPlan& plan,
-               const HiddenStates& hidden, int num_threads) {
+               const HiddenStates& hidden, int num_threads, std::int64_t* stage_ns) {
+    StageClock clock(stage_ns);
     const KernelTable& table = kernels();
     const std::size_t num_rows = hidden.num_rows, embed_dim = layer.embed_dim, head_dim = layer.head_dim;
     const std::size_t query_dims = layer.num_heads * head_dim, key_dims = layer.num_kv_heads * head_dim;
@@ -101,10 +125,12 @@ void run_layer(const Layer& layer, const StepPages& step, const LayerPages& page
         const float* x = hidden.x + first * embed_dim;
         run_rows(table.norm_rows, {x, at.normed, layer.input_norm, layer.eps, count, embed_dim}, count * embed_dim,
                  num_threads);
+        clock.ends(LayerStage::kNorms);
         const Product products[] = {{layer.q.weight, rows_of(layer.q, at.q + first * query_dims)},
                                     {layer.k.weight, rows_of(layer.k, at.k + first * key_dims)},
                                     {layer.v.weight, rows_of(layer.v, at.v + first * key_dims)}};
         run_products(products, 3, {at.normed, embed_dim, false}, count, num_threads);
+        clock.ends(LayerStage::kProducts);
     });
 
     const auto prepare = [&](float* rows, const LayerMatrix& matrix, const float* norm, bool turns) {
@@ -118,6 +144,7 @@ void run_layer(const Layer& layer, const StepPages& step, const LayerPages& page
     prepare(at.q, layer.q, layer.q_norm, true);
     prepare(at.k, layer.k, layer.k_norm, true);
     prepare(at.v, layer.v, nullptr, false);
+    clock.ends(LayerStage::kHeads);
 
     const auto stride = [](std::size_t dims) { return static_cast<std::ptrdiff_t>(dims); };
     run_append({&pages,
@@ -125,6 +152,7 @@ void run_layer(const Layer& layer, const StepPages& step, const LayerPages& page
                 {at.k, stride(key_dims), stride(head_dim), false},
                 {at.v, stride(key_dims), stride(head_dim), false}},
                num_threads);
+    clock.ends(LayerStage::kAppend);
     AttentionTask task{};
     task.layer = &pages;
     task.step = &step;
@@ -137,24 +165,31 @@ void run_layer(const Layer& layer, const StepPages& step, const LayerPages& page
     task.scale = layer.scale;
     task.window = plan.window;
     run_attention(plan, task, num_threads);
+    clock.ends(LayerStage::kAttention);
 
     each_chunk([&](std::size_t first, std::size_t count) {
         float* x = hidden.x + first * embed_dim;
         multiply(layer.o, at.mixed + first * query_dims, at.y, count, num_threads);
+        clock.ends(LayerStage::kProducts);
         run_rows(table.add_rows,
                  {x, at.y, layer.o.bias, layer.attention_output_norm, at.normed, layer.mlp_input_norm, layer.eps, count,
                   embed_dim},
                  count * embed_dim, num_threads);
+        clock.ends(LayerStage::kResiduals);
         const Product products[] = {{layer.gate.weight, rows_of(layer.gate, at.gate)},
                                     {layer.up.weight, rows_of(layer.up, at.up)}};
         run_products(products, 2, {at.normed, embed_dim, false}, count, num_threads);
+        clock.ends(LayerStage::kProducts);
         run_rows(table.gate_rows,
                  {at.gate, at.up, layer.gate.bias, layer.up.bias, layer.activation, count, layer.mlp_dim},
                  count * layer.mlp_dim, num_threads);
+        clock.ends(LayerStage::kGate);
         multiply(layer.down, at.gate, at.y, count, num_threads);
+        clock.ends(LayerStage::kProducts);
         run_rows(table.add_rows,
                  {x, at.y, layer.down.bias, layer.mlp_output_norm, nullptr, nullptr, layer.eps, count, embed_dim},
                  count * embed_dim, num_threads);
+        clock.ends(LayerStage::kResiduals);
     });
 }
 

@@ -53,9 +53,16 @@ struct HiddenStates {
     std::size_t num_rows;  // T
 };
 
-// `plan` is for `step` and the layer's heads and window. std::bad_alloc if the system refuses memory.
+// What a layer does, in parts whose time can be asked for.
+enum class LayerStage : std::uint8_t { kNorms, kProducts, kHeads, kAppend, kAttention, kGate, kResiduals };
+constexpr const char* kLayerStageNames[] = {"norms",     "products with weights", "rope, heads apart", "append to the cache",
+                                            "attention", "gate",                  "residuals"};
+constexpr std::size_t kLayerStages = sizeof(kLayerStageNames) / sizeof(kLayerStageNames[0]);
+
+// `plan` is for `step` and the layer's heads and window. Nanoseconds that each stage takes are added to `stage_ns`,
+// unless it is null. std::bad_alloc if the system refuses memory.
 void run_layer(const Layer& layer, const StepPages& step, const LayerPages& pages, const AttentionPlan& plan,
-               const HiddenStates& hidden, int num_threads);
+               const HiddenStates& hidden, int num_threads, std::int64_t* stage_ns);
 
 // `out` is the norm of all rows.
 void run_norm(const HiddenStates& hidden, std::size_t embed_dim, const float* norm, float eps, float* out,

@@ -154,7 +154,7 @@ const float* DecoderLayer::copied(const std::string& name, const std::optional<A
 }
 
 void DecoderLayer::run(PageStep& step, const PageLayer& pages, const HiddenRows& hidden,
-                       std::int64_t num_threads) const {
+                       std::int64_t num_threads, const std::optional<nb::ndarray<>>& stage_ns) const {
     step.check_layer(pages);
     const LayerPages& of = pages.pages();
     check(of.head_dim == layer_.head_dim && of.num_kv_heads == layer_.num_kv_heads, [&] {
@@ -175,13 +175,20 @@ void DecoderLayer::run(PageStep& step, const PageLayer& pages, const HiddenRows&
                std::to_string(step.window());
     });
     check_between("num_threads", num_threads, 1, kMostThreads);
+    std::int64_t* stages = nullptr;
+    if (stage_ns.has_value()) {
+        check_vector<std::int64_t>("stage_ns", AnyArray(*stage_ns), "int64");
+        check(stage_ns->shape(0) == kLayerStages, "stage_ns must have an element for each of LAYER_STAGES");
+        stages = static_cast<std::int64_t*>(stage_ns->data());
+    }
     if (hidden.states().num_rows == 0) return;
     const AttentionPlan& plan = step.plan(layer_.num_heads / layer_.num_kv_heads, layer_.num_kv_heads, window);
     nb::gil_scoped_release release;
-    run_layer(layer_, step.pages(), of, plan, hidden.states(), static_cast<int>(num_threads));
+    run_layer(layer_, step.pages(), of, plan, hidden.states(), static_cast<int>(num_threads), stages);
 }
 
 void bind_layer(nb::module_& m) {
+    m.attr("LAYER_STAGES") = nb::cast(std::vector<std::string>(std::begin(kLayerStageNames), std::end(kLayerStageNames)));
     nb::class_<HiddenRows>(m, "HiddenRows")
         .def(nb::init<const nb::ndarray<>&, AnyArray, AnyArray>(), "x"_a, "cos"_a, "sin"_a)
         .def("norm", &HiddenRows::norm, "multiplier"_a, "eps"_a, "out"_a, nb::kw_only(), "num_threads"_a);
@@ -191,7 +198,8 @@ void bind_layer(nb::module_& m) {
                       std::optional<std::int64_t>, const std::string&>(),
              "matrices"_a, "biases"_a, "norms"_a, nb::kw_only(), "eps"_a, "head_dim"_a, "scale"_a, "window"_a,
              "activation"_a)
-        .def("run", &DecoderLayer::run, "step"_a, "pages"_a, "hidden"_a, nb::kw_only(), "num_threads"_a);
+        .def("run", &DecoderLayer::run, "step"_a, "pages"_a, "hidden"_a, nb::kw_only(), "num_threads"_a,
+             "stage_ns"_a = nb::none());
 }
 
 }  // namespace kvist

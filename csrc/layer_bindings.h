@@ -45,7 +45,8 @@ public:
     DecoderLayer(const DecoderLayer&) = delete;
     DecoderLayer& operator=(const DecoderLayer&) = delete;
 
-    void run(PageStep& step, const PageLayer& pages, const HiddenRows& hidden, std::int64_t num_threads) const;
+    void run(PageStep& step, const PageLayer& pages, const HiddenRows& hidden, std::int64_t num_threads,
+             const std::optional<nanobind::ndarray<>>& stage_ns) const;
 
 private:
     const float* copied(const std::string& name, const std::optional<AnyArray>& array, std::size_t size);

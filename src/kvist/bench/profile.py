@@ -7,6 +7,7 @@ become fewer and larger operations there are fewer clocks, and the sum is still 
     Engine.step | inputs | Decoder | Layer | norm |
                                            | attention | linear | native apply      counted for the linear layer
                                                        | native attend              an operation of its own
+                                   | native layer | its stages                      which it clocks itself
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ import kvist.engine.engine as engine_parts
 from kvist.attention import GroupedQueryAttention
 from kvist.bench.format_runs import FormatRuns
 from kvist.engine import Engine
+from kvist.kernels import native
 from kvist.models.decoder import Decoder
 from kvist.models.layers import GatedMLP, RMSNorm
 from kvist.models.matrices import QuantisedEmbedding, QuantisedLinear
 
+_LAYER = "DecoderLayer.run"
 # None: for the operation that calls it.
 _NATIVE_NAMES = {
-    "DecoderLayer.run": "decoder layers",
     "HiddenRows.norm": "norms",
     "PageStep.attend": "attention",
     "PageStep.append": "append to the cache",
@@ -159,6 +161,23 @@ class _Clocks:
 
         return clocked
 
+    def around_layer(self, run: Callable[..., None]) -> Callable[..., None]:
+        """`DecoderLayer.run` with clocks: its stages are operations, and the way into it counts for what calls it."""
+        stages = native.layer_stages()
+
+        def clocked(*arguments: Any, **named: Any) -> None:
+            stage_ns = torch.zeros(len(stages), dtype=torch.int64)
+            run(*arguments, **named, stage_ns=stage_ns)
+            for stage, ns in zip(stages, stage_ns.tolist(), strict=True):
+                spent = self.spent.setdefault(stage, _Spent())
+                spent.own_ns += ns
+                spent.native_ns += ns
+                spent.calls += 1
+                if self.frames:
+                    self.frames[-1].inner_ns += ns
+
+        return clocked
+
 
 def profile_step(runs: FormatRuns, decoder: Decoder, context: int, repetitions: int) -> StepProfile:
     """Find where the time of decoding one sequence after `context` tokens goes.
@@ -219,8 +238,7 @@ def _clocked(clocks: _Clocks, engine: Engine, decoder: Decoder) -> Iterator[None
             (decoder, "logits", clocks.around(decoder.logits, _OUTPUT)),
         ]
         for part, name in _ENGINE_PARTS.items():
-            if hasattr(engine_parts, part):
-                replacements.append((engine_parts, part, clocks.around(getattr(engine_parts, part), name)))
+            replacements.append((engine_parts, part, clocks.around(getattr(engine_parts, part), name)))
         replacements += _native_calls(clocks)
         for owner, attribute, clocked in replacements:
             stack.enter_context(_replaced(owner, attribute, clocked))
@@ -240,7 +258,7 @@ def _native_calls(clocks: _Clocks) -> list[tuple[Any, str, Callable[..., Any]]]:
     library = importlib.import_module("kvist.kernels._native")
     found: list[tuple[Any, str, Callable[..., Any]]] = []
     for name, value in vars(library).items():
-        if name.startswith("_"):
+        if name.startswith("_") or not callable(value):
             continue
         if not isinstance(value, type):
             found.append((library, name, clocks.around(value, f"native {name}", native=True)))
@@ -248,6 +266,9 @@ def _native_calls(clocks: _Clocks) -> list[tuple[Any, str, Callable[..., Any]]]:
         for method, function in vars(value).items():
             if not method.startswith("_") and callable(function):
                 whole = f"{name}.{method}"
+                if whole == _LAYER:
+                    found.append((value, method, clocks.around_layer(function)))
+                    continue
                 named = _NATIVE_NAMES.get(whole, f"native {whole}")
                 found.append((value, method, clocks.around(function, named, native=True)))
     return found

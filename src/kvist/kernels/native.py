@@ -157,7 +157,15 @@ class HiddenRows(Protocol):
 class DecoderLayer(Protocol):
     """A decoder layer whose matrices are quantised: made by `decoder_layer`."""
 
-    def run(self, step: PageStep, pages: PageLayer, hidden: HiddenRows, *, num_threads: int) -> None:
+    def run(
+        self,
+        step: PageStep,
+        pages: PageLayer,
+        hidden: HiddenRows,
+        *,
+        num_threads: int,
+        stage_ns: torch.Tensor | None = None,
+    ) -> None:
         """Write the step's keys and values to the pages, and change the hidden states to those after the layer.
 
         A token's hidden state has the same bits whatever the other tokens of the step and the threads.
@@ -167,6 +175,7 @@ class DecoderLayer(Protocol):
             pages: of this layer.
             hidden: one row for each token of the step.
             num_threads: how many threads may work.
+            stage_ns: int64, one for each of `layer_stages()`: the nanoseconds that they take are added.
 
         Raises:
             ValueError: the sizes do not fit together, or the layer's window is larger than that of the step.
@@ -175,6 +184,8 @@ class DecoderLayer(Protocol):
 
 class _Library(Protocol):
     """What `csrc/bindings.cpp` offers. Arguments out of bounds raise ValueError."""
+
+    LAYER_STAGES: list[str]
 
     def built_isas(self) -> list[str]: ...
     def runnable_isas(self) -> list[str]: ...
@@ -528,3 +539,8 @@ def decoder_layer(
     return _library().DecoderLayer(
         matrices, biases, norms, eps=eps, head_dim=head_dim, scale=scale, window=window, activation=activation
     )
+
+
+def layer_stages() -> tuple[str, ...]:
+    """The parts of a native decoder layer whose time can be asked for, by what they do."""
+    return tuple(_library().LAYER_STAGES)
