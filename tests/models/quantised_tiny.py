@@ -18,6 +18,7 @@ from kvist.loading.progress import no_progress
 from kvist.models.decoder import Decoder
 from kvist.models.layers import OffsetRMSNorm, RMSNorm
 from kvist.models.matrices import QuantisedMatrix, TokenEmbedding, quantised_module
+from kvist.models.native_layer import use_native_layers
 from kvist.models.registry import build_decoder, decoder_config
 
 VOCAB_SIZE = 199
@@ -74,6 +75,7 @@ def quantised_decoder(family: str, formats: Sequence[str] = ("int4_min", "int8")
             parent, _, attribute = name.rpartition(".")
             setattr(decoder.get_submodule(parent), attribute, quantised_module(module, weight))
     assert all(isinstance(module, QuantisedMatrix) for module in decoder.modules() if hasattr(module, "packed"))
+    use_native_layers(decoder)
     return decoder
 
 

@@ -21,7 +21,7 @@ from kvist.kernels import native
 from kvist.kernels.key_statics import KeyStatics
 from kvist.models.decoder import Decoder
 from kvist.models.matrices import QuantisedLinear, WideLinear
-from kvist.models.native_layer import LayerSteps, Rope
+from kvist.models.native_layer import LayerSteps, Rope, use_native_layers
 from kvist.models.step_inputs import StepInputs
 
 # Codes of weights as files have them, and as they are made; q, k and v differ in the last.
@@ -158,6 +158,7 @@ def test_a_layer_with_a_matrix_that_is_not_quantised_runs_as_a_module() -> None:
     down = mlp.down_proj
     assert isinstance(down, QuantisedLinear)
     mlp.down_proj = WideLinear(160, 96, bias=False).requires_grad_(False)
+    use_native_layers(decoder)
     natives = [layer.native for layer in decoder.layers]  # type: ignore[union-attr, operator]
     assert [handle is None for handle in natives] == [False, True, False]
     cache = cache_of(decoder, "bf16")

@@ -18,6 +18,7 @@ from kvist.loading.untrusted_file import FETCH_AGAIN
 from kvist.loading.weights_plan import KeptWeight, takes, weights_plan
 from kvist.models.decoder import Decoder
 from kvist.models.matrices import quantised_module, wide_module
+from kvist.models.native_layer import use_native_layers
 from kvist.models.registry import build_decoder
 
 _PREFIX = "model."
@@ -83,6 +84,7 @@ def assign_weights(
             decoder.set_submodule(module_name, quantised_module(decoder.get_submodule(module_name), weight))
         elif kept.storage == "bf16" and in_float32:
             decoder.set_submodule(module_name, wide_module(decoder.get_submodule(module_name)))
+    use_native_layers(decoder)
     return sum(tensor.nbytes for tensor in tensors.values())
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 
 import torch
 from torch import nn
@@ -96,6 +96,10 @@ class LayerParts:
 class DecoderLayer(nn.Module, ABC):
     """A decoder layer. `native_layer.LayerSteps` runs it."""
 
+    native: native.DecoderLayer | None = None
+    """The layer as one call of the native library, once its weights are in place (`use_native_layers`); None where it
+    cannot be."""
+
     @abstractmethod
     def forward(
         self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], cache: CacheView, layer: int
@@ -105,13 +109,6 @@ class DecoderLayer(nn.Module, ABC):
     @abstractmethod
     def parts(self) -> LayerParts:
         """What `forward` computes with."""
-
-    @cached_property
-    def native(self) -> native.DecoderLayer | None:
-        """The layer as one call of the native library, made when it is first asked for; None where it cannot be."""
-        from kvist.models.native_layer import native_layer
-
-        return native_layer(self.parts())
 
 
 class PreNormLayer(DecoderLayer):

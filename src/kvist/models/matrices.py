@@ -41,18 +41,35 @@ class QuantisedMatrix(nn.Module):
 
     def __init__(self, weight: QuantisedWeight) -> None:
         super().__init__()
-        self.packed = weight
+        self.format, self.num_rows, self.num_columns = weight.format, weight.num_rows, weight.num_columns
         # Not a parameter: it is no matrix of numbers, and no gradient reaches it.
+        self.data: torch.Tensor
         self.register_buffer("data", weight.data, persistent=False)
-        self.native = native.linear_weight(weight) if weight.data.device.type == "cpu" else None
+        self._made: tuple[torch.Tensor, native.LinearWeight] | None = None
+
+    @property
+    def packed(self) -> QuantisedWeight:
+        """The matrix, wherever it lies now."""
+        return QuantisedWeight(self.format, self.num_rows, self.num_columns, self.data)
+
+    @property
+    def native(self) -> native.LinearWeight | None:
+        """The matrix for the native library; None where it does not lie on the CPU."""
+        data = self.data
+        if data.device.type != "cpu":
+            return None
+        if self._made is None or self._made[0] is not data:
+            self._made = data, native.linear_weight(self.packed)
+        return self._made[1]
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """`x @ W.T`, `[T, N]` in the dtype of `x` `[T, K]`, float32 or bfloat16."""
-        if self.native is None:
+        handle = self.native
+        if handle is None:
             return linear.linear(x, self.packed)
-        out = x.new_empty(len(x), self.packed.num_rows)
+        out = x.new_empty(len(x), self.num_rows)
         x = x.detach() if x.stride(-1) == 1 else x.detach().contiguous()
-        self.native.apply(native.capsule(x), native.capsule(out), num_threads=torch.get_num_threads())
+        handle.apply(native.capsule(x), native.capsule(out), num_threads=torch.get_num_threads())
         return out
 
 
@@ -73,10 +90,11 @@ class QuantisedEmbedding(QuantisedMatrix):
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """`[T, E]` float32."""
-        if self.native is None:
+        handle = self.native
+        if handle is None:
             return decode_rows(self.packed, token_ids)
-        out = torch.empty(len(token_ids), self.packed.num_columns)
-        self.native.decode_rows(token_ids.contiguous(), out)
+        out = torch.empty(len(token_ids), self.num_columns)
+        handle.decode_rows(token_ids.contiguous(), out)
         return out
 
 

@@ -73,7 +73,14 @@ class LayerSteps:
         return rows
 
 
-def native_layer(parts: LayerParts) -> native.DecoderLayer | None:
+def use_native_layers(decoder: nn.Module) -> None:
+    """Make the native layers of a decoder whose weights are in place. Weights that are replaced need them made anew."""
+    for module in decoder.modules():
+        if isinstance(module, DecoderLayer):
+            module.native = _native_layer(module.parts())
+
+
+def _native_layer(parts: LayerParts) -> native.DecoderLayer | None:
     """The layer for the native library; None where some matrix is not quantised, or not on the CPU."""
     attention, mlp = parts.attention, parts.mlp
     modules: tuple[nn.Module, ...] = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
