@@ -11,7 +11,6 @@ gives it back, and is all zeros when it is taken.
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 import mmap
 import platform
@@ -20,6 +19,7 @@ from typing import Protocol
 
 import torch
 
+from kvist.cache.huge_blocks import HugeBlocks
 from kvist.errors import CacheFullError
 from kvist.memory import binary_size
 
@@ -56,6 +56,9 @@ class ReservedRange:
     Args:
         max_pages: how many pages the range has room for.
         stride: bytes from one page to the next, a multiple of the operating system's page size.
+
+    Attributes:
+        blocks: what of it lies in huge pages.
     """
 
     def __init__(self, max_pages: int, stride: int) -> None:
@@ -66,11 +69,8 @@ class ReservedRange:
                 f"the system grants no address range of {binary_size(max_pages * stride)} for keys and values "
                 f"({error}): lower kv_memory, or raise the limit on the process's address space"
             ) from error
-        # A huge page would commit the memory of neighbours that nobody has taken, outside the budget.
-        if hasattr(mmap, "MADV_NOHUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel without huge pages
-                self._map.madvise(mmap.MADV_NOHUGEPAGE)
         self._stride = stride
+        self.blocks = HugeBlocks(self._map, stride)
         # The tensor keeps the map alive; it is unmapped with its last user.
         self.pages = torch.frombuffer(self._map, dtype=torch.uint8).view(max_pages, stride)
 
@@ -78,8 +78,10 @@ class ReservedRange:
         # One write per page of the operating system. What the budget counts is committed from here on, not at some
         # later write into the page.
         self.pages[page, :: mmap.PAGESIZE] = 0
+        self.blocks.committed(page)
 
     def decommit(self, page: int) -> None:
+        self.blocks.decommits(page)
         self._map.madvise(mmap.MADV_DONTNEED, page * self._stride, self._stride)
 
 
