@@ -2,9 +2,11 @@
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <iterator>
+#include <tuple>
 #include <utility>
 
 #include "attention_plan.h"
@@ -153,8 +155,7 @@ const float* DecoderLayer::copied(const std::string& name, const std::optional<A
     return vectors_.emplace_back(data, data + size).data();
 }
 
-void DecoderLayer::run(PageStep& step, const PageLayer& pages, const HiddenRows& hidden,
-                       std::int64_t num_threads, const std::optional<nb::ndarray<>>& stage_ns) const {
+const AttentionPlan* DecoderLayer::plan(PageStep& step, const PageLayer& pages, const HiddenRows& hidden) const {
     step.check_layer(pages);
     const LayerPages& of = pages.pages();
     check(of.head_dim == layer_.head_dim && of.num_kv_heads == layer_.num_kv_heads, [&] {
@@ -174,6 +175,16 @@ void DecoderLayer::run(PageStep& step, const PageLayer& pages, const HiddenRows&
         return "the layer's window is " + std::to_string(window) + ": that of the step is " +
                std::to_string(step.window());
     });
+    if (hidden.states().num_rows == 0) return nullptr;
+    return &step.plan(layer_.num_heads / layer_.num_kv_heads, layer_.num_kv_heads, window);
+}
+
+namespace {
+
+using LayerCall = std::tuple<const DecoderLayer*, PageStep*, const PageLayer*, const HiddenRows*>;
+
+void run_layers(const std::vector<LayerCall>& calls, std::int64_t num_threads,
+                const std::optional<nb::ndarray<>>& stage_ns) {
     check_between("num_threads", num_threads, 1, kMostThreads);
     std::int64_t* stages = nullptr;
     if (stage_ns.has_value()) {
@@ -181,11 +192,24 @@ void DecoderLayer::run(PageStep& step, const PageLayer& pages, const HiddenRows&
         check(stage_ns->shape(0) == kLayerStages, "stage_ns must have an element for each of LAYER_STAGES");
         stages = static_cast<std::int64_t*>(stage_ns->data());
     }
-    if (hidden.states().num_rows == 0) return;
-    const AttentionPlan& plan = step.plan(layer_.num_heads / layer_.num_kv_heads, layer_.num_kv_heads, window);
+    // All are checked before the first of them changes anything.
+    std::vector<const AttentionPlan*> plans;
+    plans.reserve(calls.size());
+    for (const auto& [layer, step, pages, hidden] : calls) {
+        check(layer != nullptr && step != nullptr && pages != nullptr && hidden != nullptr,
+              "a call must have a layer, a step, its pages and its rows");
+        plans.push_back(layer->plan(*step, *pages, *hidden));
+    }
     nb::gil_scoped_release release;
-    run_layer(layer_, step.pages(), of, plan, hidden.states(), static_cast<int>(num_threads), stages);
+    for (std::size_t i = 0; i < calls.size(); ++i) {
+        const auto& [layer, step, pages, hidden] = calls[i];
+        if (plans[i] == nullptr) continue;
+        run_layer(layer->layer(), step->pages(), pages->pages(), *plans[i], hidden->states(),
+                  static_cast<int>(num_threads), stages);
+    }
 }
+
+}  // namespace
 
 void bind_layer(nb::module_& m) {
     m.attr("LAYER_STAGES") = nb::cast(std::vector<std::string>(std::begin(kLayerStageNames), std::end(kLayerStageNames)));
@@ -197,9 +221,8 @@ void bind_layer(nb::module_& m) {
                       const std::vector<std::optional<AnyArray>>&, double, std::int64_t, double,
                       std::optional<std::int64_t>, const std::string&>(),
              "matrices"_a, "biases"_a, "norms"_a, nb::kw_only(), "eps"_a, "head_dim"_a, "scale"_a, "window"_a,
-             "activation"_a)
-        .def("run", &DecoderLayer::run, "step"_a, "pages"_a, "hidden"_a, nb::kw_only(), "num_threads"_a,
-             "stage_ns"_a = nb::none());
+             "activation"_a);
+    m.def("run_layers", &run_layers, "calls"_a, nb::kw_only(), "num_threads"_a, "stage_ns"_a = nb::none());
 }
 
 }  // namespace kvist

@@ -45,8 +45,10 @@ public:
     DecoderLayer(const DecoderLayer&) = delete;
     DecoderLayer& operator=(const DecoderLayer&) = delete;
 
-    void run(PageStep& step, const PageLayer& pages, const HiddenRows& hidden, std::int64_t num_threads,
-             const std::optional<nanobind::ndarray<>>& stage_ns) const;
+    // Checks that these belong together; null where there is nothing to do.
+    const AttentionPlan* plan(PageStep& step, const PageLayer& pages, const HiddenRows& hidden) const;
+
+    const Layer& layer() const { return layer_; }
 
 private:
     const float* copied(const std::string& name, const std::optional<AnyArray>& array, std::size_t size);

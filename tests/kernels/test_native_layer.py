@@ -58,12 +58,53 @@ def pages(num_kv_heads: int = KV_HEADS, head_dim: int = DIM, offset: int = 0) ->
     return native.page_layer("bf16", "bf16", head_dim, num_kv_heads, offset)
 
 
+def run(*call: Any, num_threads: int) -> None:
+    native.run_layers([call], num_threads=num_threads)  # type: ignore[list-item]
+
+
 def test_a_layer_changes_the_rows_in_place() -> None:
     x = random(3, EMBED)
     hidden = native.hidden_rows(x, (torch.ones(3, 1, DIM), torch.zeros(3, 1, DIM)))
-    layer().run(step(), pages(), hidden, num_threads=1)
+    run(layer(), step(), pages(), hidden, num_threads=1)
     assert (x != random(3, EMBED)).all()
     assert x.isfinite().all()
+
+
+def test_layers_run_one_after_another_or_none_of_them() -> None:
+    first, second = layer(), layer({"q": (matrix(*SHAPES["q"], seed=9), None)})
+    tables = torch.ones(3, 1, DIM), torch.zeros(3, 1, DIM)
+    x, y, z = (random(3, EMBED) for _ in range(3))
+    apart = step()
+    for handle in (first, second):
+        run(handle, apart, pages(), native.hidden_rows(x, tables), num_threads=1)
+    together, rows_of_y = step(), native.hidden_rows(y, tables)
+    calls = [(handle, together, pages(), rows_of_y) for handle in (first, second)]
+    native.run_layers(calls, num_threads=1)
+    assert torch.equal(x, y)
+    assert not torch.equal(y, z)
+
+    rows_of_z = native.hidden_rows(z, tables)
+    with pytest.raises(ValueError, match="the pages have 1 KV heads"):
+        native.run_layers(
+            [(first, together, pages(), rows_of_z), (second, together, pages(1), rows_of_z)], num_threads=1
+        )
+    assert torch.equal(z, random(3, EMBED)), "a layer ran before all were checked"
+    with pytest.raises((ValueError, TypeError)):
+        native.run_layers([(None, together, pages(), rows_of_z)], num_threads=1)  # type: ignore[list-item]
+    native.run_layers([], num_threads=1)
+
+
+def test_stages_are_clocked() -> None:
+    spent = torch.zeros(len(native.layer_stages()), dtype=torch.int64)
+    call = (layer(), step(), pages(), rows())
+    native.run_layers([call], num_threads=1, stage_ns=spent)
+    assert (spent > 0).all()
+    once = spent.clone()
+    native.run_layers([call, call], num_threads=1, stage_ns=spent)
+    assert (spent > once).all(), "times are added up"
+    for wrong in (torch.zeros(3, dtype=torch.int64), torch.zeros(len(spent)), torch.zeros(2 * len(spent))[::2]):
+        with pytest.raises(ValueError, match="stage_ns"):
+            native.run_layers([call], num_threads=1, stage_ns=wrong)
 
 
 # --- the rows between the products ------------------------------------------------------------------------------------
@@ -108,7 +149,7 @@ def test_activations_are_those_of_pytorch(activation: str) -> None:
         changes |= {"gate": (nothing, gate), "up": (nothing, torch.ones(EMBED)), "down": (identity, None)}
         x = torch.zeros(1, EMBED)
         rows_of_x = native.hidden_rows(x, (torch.ones(1, 1, DIM), torch.zeros(1, 1, DIM)))
-        layer(changes, activation=activation).run(step(1), pages(HEADS), rows_of_x, num_threads=1)
+        run(layer(changes, activation=activation), step(1), pages(HEADS), rows_of_x, num_threads=1)
         torch.testing.assert_close(x[0], ACTIVATIONS[activation](gate.double()).float() * 127, rtol=3e-6, atol=1e-12)
 
 
@@ -172,19 +213,19 @@ def test_decoding_says_what_is_wrong(chosen: torch.Tensor, out: torch.Tensor, me
         (lambda: layer(scale=float("nan")), "scale must be finite"),
         (lambda: layer(window=0), "window must be 1 at least"),
         (lambda: layer(activation="relu"), "activation is 'relu': it must be silu or gelu_tanh"),
-        (lambda: layer().run(step(), pages(1), rows(), num_threads=1), "the pages have 1 KV heads of 16 dims"),
-        (lambda: layer().run(step(), pages(offset=1 << 16), rows(), num_threads=1), "the layer ends at byte"),
-        (lambda: layer().run(step(), pages(), rows(2), num_threads=1), "there are 2 rows: the step has 3 tokens"),
+        (lambda: run(layer(), step(), pages(1), rows(), num_threads=1), "the pages have 1 KV heads of 16 dims"),
+        (lambda: run(layer(), step(), pages(offset=1 << 16), rows(), num_threads=1), "the layer ends at byte"),
+        (lambda: run(layer(), step(), pages(), rows(2), num_threads=1), "there are 2 rows: the step has 3 tokens"),
         (
-            lambda: layer().run(step(), pages(), rows(dim=8), num_threads=1),
+            lambda: run(layer(), step(), pages(), rows(dim=8), num_threads=1),
             "the rows have 64 dims, turned in heads of 8: those of this layer are 64 and 16",
         ),
-        (lambda: layer().run(step(), pages(), rows(embed=32), num_threads=1), "the rows have 32 dims"),
+        (lambda: run(layer(), step(), pages(), rows(embed=32), num_threads=1), "the rows have 32 dims"),
         (
-            lambda: layer(window=65).run(step(window=64), pages(), rows(), num_threads=1),
+            lambda: run(layer(window=65), step(window=64), pages(), rows(), num_threads=1),
             "the layer's window is 65: that of the step is 64",
         ),
-        (lambda: layer().run(step(), pages(), rows(), num_threads=0), "num_threads is 0: it must be from 1 to 1024"),
+        (lambda: run(layer(), step(), pages(), rows(), num_threads=0), "num_threads is 0: it must be from 1 to 1024"),
         (lambda: hidden(x=torch.zeros(3, EMBED, dtype=torch.bfloat16)), "x must have dtype float32"),
         (lambda: hidden(x=torch.zeros(EMBED)), "x has 1 dimensions: it must have 2"),
         (lambda: hidden(x=torch.zeros(3, 2 * EMBED)[:, ::2]), "x must be contiguous"),
@@ -223,11 +264,11 @@ def test_a_layer_keeps_its_matrices_alive() -> None:
     handle = layer()
     x = random(3, EMBED)
     first = native.hidden_rows(x, (torch.ones(3, 1, DIM), torch.zeros(3, 1, DIM)))
-    handle.run(step(), pages(), first, num_threads=1)
+    run(handle, step(), pages(), first, num_threads=1)
     overwriting = [torch.full((6, 1664), 255, dtype=torch.uint8) for _ in range(20)]
     again = random(3, EMBED)
     second = native.hidden_rows(again, (torch.ones(3, 1, DIM), torch.zeros(3, 1, DIM)))
-    handle.run(step(), pages(), second, num_threads=2)
+    run(handle, step(), pages(), second, num_threads=2)
     assert torch.equal(x, again)
     del overwriting
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -42,14 +42,20 @@ class BothSteps(LayerSteps):
 
     errors: list[torch.Tensor]
 
-    def run(self, index: int, layer: nn.Module, x: torch.Tensor, rope: Rope) -> torch.Tensor:
+    def _native_call(self, index: int, layer: nn.Module, x: torch.Tensor, rope: Rope) -> native.LayerCall | None:
+        call = super()._native_call(index, layer, x, rope)
+        assert call is not None
         expected = layer(x, rope, self._cache, index)
         change = (expected - x).norm(dim=1)
         assert change.min() > 0.01
-        found = super().run(index, layer, x, rope)
-        assert found is x
-        self.errors.append((found - expected).norm(dim=1) / change)
-        return found
+        self._run_native([call])
+        self.errors.append((x - expected).norm(dim=1) / change)
+        return None
+
+    def run(self, layers: Iterable[nn.Module], x: torch.Tensor, ropes: Iterable[Rope]) -> torch.Tensor:
+        for index, (layer, rope) in enumerate(zip(layers, ropes, strict=True)):
+            self._native_call(index, layer, x, rope)
+        return x
 
 
 @pytest.mark.parametrize(("formats", "kv_format"), list(zip(FORMATS, KV_FORMATS, strict=True)))
@@ -139,6 +145,28 @@ def test_a_long_prompt_goes_through_in_chunks_of_rows() -> None:
     torch.set_num_threads(2)
     cold = model.in_chunks(text)
     assert torch.equal(model.in_chunks(text, 1030, 2000), cold)
+
+
+@pytest.mark.parametrize("family", QUANTISED_CONFIGS)
+def test_few_rows_pass_all_layers_in_one_call_and_many_layer_by_layer(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder, made = quantised_decoder(family), []
+    run_layers = native.run_layers
+    monkeypatch.setattr(
+        native, "run_layers", lambda calls, **named: (made.append(len(calls)), run_layers(calls, **named))
+    )
+    cache = cache_of(decoder, "bf16")
+    sequence = cache.open()
+    text = tokens(301, seed=6)
+    found = run_step(decoder.hidden_states, cache, {sequence: text[:300]})[sequence]
+    assert made == [1, 1, 1]
+    last = run_step(decoder.hidden_states, cache, {sequence: text[300:]})[sequence]
+    assert made == [1, 1, 1, 3]
+    monkeypatch.setattr("kvist.models.native_layer._MOST_ROWS", 1000)
+    whole = Model(decoder, "bf16", statics_of_decoder(decoder)).in_chunks(text)
+    assert made[4:] == [3]
+    assert torch.equal(torch.cat([found, last]), whole)
 
 
 def test_a_step_without_tokens_changes_nothing() -> None:

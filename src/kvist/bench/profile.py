@@ -16,7 +16,7 @@ import importlib
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,7 +34,7 @@ from kvist.models.decoder import Decoder
 from kvist.models.layers import GatedMLP, RMSNorm
 from kvist.models.matrices import QuantisedEmbedding, QuantisedLinear
 
-_LAYER = "DecoderLayer.run"
+_LAYERS = "run_layers"
 # None: for the operation that calls it.
 _NATIVE_NAMES = {
     "HiddenRows.norm": "norms",
@@ -161,18 +161,18 @@ class _Clocks:
 
         return clocked
 
-    def around_layer(self, run: Callable[..., None]) -> Callable[..., None]:
-        """`DecoderLayer.run` with clocks: its stages are operations, and the way into it counts for what calls it."""
+    def around_layers(self, run: Callable[..., None]) -> Callable[..., None]:
+        """`run_layers` with clocks: its stages are operations, and the way into it counts for what calls it."""
         stages = native.layer_stages()
 
-        def clocked(*arguments: Any, **named: Any) -> None:
+        def clocked(calls: Sequence[native.LayerCall], *, num_threads: int, stage_ns: torch.Tensor | None) -> None:
             stage_ns = torch.zeros(len(stages), dtype=torch.int64)
-            run(*arguments, **named, stage_ns=stage_ns)
+            run(calls, num_threads=num_threads, stage_ns=stage_ns)
             for stage, ns in zip(stages, stage_ns.tolist(), strict=True):
                 spent = self.spent.setdefault(stage, _Spent())
                 spent.own_ns += ns
                 spent.native_ns += ns
-                spent.calls += 1
+                spent.calls += len(calls)
                 if self.frames:
                     self.frames[-1].inner_ns += ns
 
@@ -260,15 +260,15 @@ def _native_calls(clocks: _Clocks) -> list[tuple[Any, str, Callable[..., Any]]]:
     for name, value in vars(library).items():
         if name.startswith("_") or not callable(value):
             continue
+        if name == _LAYERS:
+            found.append((library, name, clocks.around_layers(value)))
+            continue
         if not isinstance(value, type):
             found.append((library, name, clocks.around(value, f"native {name}", native=True)))
             continue
         for method, function in vars(value).items():
             if not method.startswith("_") and callable(function):
                 whole = f"{name}.{method}"
-                if whole == _LAYER:
-                    found.append((value, method, clocks.around_layer(function)))
-                    continue
                 named = _NATIVE_NAMES.get(whole, f"native {whole}")
                 found.append((value, method, clocks.around(function, named, native=True)))
     return found

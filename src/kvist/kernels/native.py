@@ -155,31 +155,11 @@ class HiddenRows(Protocol):
 
 
 class DecoderLayer(Protocol):
-    """A decoder layer whose matrices are quantised: made by `decoder_layer`."""
+    """A decoder layer whose matrices are quantised: made by `decoder_layer`, run by `run_layers`."""
 
-    def run(
-        self,
-        step: PageStep,
-        pages: PageLayer,
-        hidden: HiddenRows,
-        *,
-        num_threads: int,
-        stage_ns: torch.Tensor | None = None,
-    ) -> None:
-        """Write the step's keys and values to the pages, and change the hidden states to those after the layer.
 
-        A token's hidden state has the same bits whatever the other tokens of the step and the threads.
-
-        Args:
-            step: whose pages.
-            pages: of this layer.
-            hidden: one row for each token of the step.
-            num_threads: how many threads may work.
-            stage_ns: int64, one for each of `layer_stages()`: the nanoseconds that they take are added.
-
-        Raises:
-            ValueError: the sizes do not fit together, or the layer's window is larger than that of the step.
-        """
+LayerCall = tuple[DecoderLayer, PageStep, PageLayer, HiddenRows]
+"""What a layer needs in a step: itself, the step's pages, how it lies in them, and a row for each token of the step."""
 
 
 class _Library(Protocol):
@@ -235,6 +215,9 @@ class _Library(Protocol):
         window: int | None,
         activation: str,
     ) -> DecoderLayer: ...
+    def run_layers(
+        self, calls: Sequence[LayerCall], *, num_threads: int, stage_ns: torch.Tensor | None = None
+    ) -> None: ...
     def LinearWeight(  # noqa: N802
         self, format: str, num_rows: int, num_columns: int, data: torch.Tensor
     ) -> LinearWeight: ...
@@ -539,6 +522,23 @@ def decoder_layer(
     return _library().DecoderLayer(
         matrices, biases, norms, eps=eps, head_dim=head_dim, scale=scale, window=window, activation=activation
     )
+
+
+def run_layers(calls: Sequence[LayerCall], *, num_threads: int, stage_ns: torch.Tensor | None = None) -> None:
+    """Run layers one after another: each writes the step's keys and values to its pages and changes the hidden states.
+
+    A token's hidden state has the same bits whatever the other tokens of the step and the threads.
+
+    Args:
+        calls: in the order of the layers.
+        num_threads: how many threads may work.
+        stage_ns: int64, one for each of `layer_stages()`: the nanoseconds that they take are added.
+
+    Raises:
+        ValueError: the sizes of a call do not fit together, or a layer's window is larger than that of its step. No
+            layer has run then.
+    """
+    _library().run_layers(calls, num_threads=num_threads, stage_ns=stage_ns)
 
 
 def layer_stages() -> tuple[str, ...]:

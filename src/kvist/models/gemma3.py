@@ -93,8 +93,7 @@ class Gemma3Decoder(Decoder):
         factor = torch.tensor(config.embed_dim**0.5, dtype=dtype, device=device)
         x = x * factor
         steps = LayerSteps(inputs.cache, plain=plain_layers)
-        for index, layer in enumerate(self.layers):
-            x = steps.run(index, layer, x, tables[self.rope_of(index)])
+        x = steps.run(self.layers, x, [tables[self.rope_of(index)] for index in range(len(self.layers))])
         return steps.norm(self.norm, x)
 
     def rope_of(self, layer: int) -> RopeConfig:

@@ -79,8 +79,7 @@ class LlamaDecoder(Decoder):
         x = self.embed_tokens(inputs.token_ids)
         rope = self.rope_tables(self.rope, inputs.positions, x.dtype)
         steps = LayerSteps(inputs.cache, plain=plain_layers)
-        for index, layer in enumerate(self.layers):
-            x = steps.run(index, layer, x, rope)
+        x = steps.run(self.layers, x, [rope] * len(self.layers))
         return steps.norm(self.norm, x)
 
     def rope_of(self, layer: int) -> RopeConfig:

@@ -1,6 +1,8 @@
-"""Decoder layers as single native calls, where their matrices are quantised."""
+"""Decoder layers run by the native library, where their matrices are quantised."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -11,6 +13,10 @@ from kvist.models.layers import DecoderLayer, LayerParts, RMSNorm
 from kvist.models.matrices import QuantisedLinear
 
 Rope = tuple[torch.Tensor, torch.Tensor]
+
+# Rows times layers that one call takes: while it lasts Python acts on no interrupt. The layers of a few tokens are one
+# call, since between calls the interpreter finds nothing in the caches any more.
+_MOST_ROWS = 256
 
 
 class LayerSteps:
@@ -34,23 +40,39 @@ class LayerSteps:
         self._num_threads = torch.get_num_threads()
         self._made: list[tuple[torch.Tensor, Rope, native.HiddenRows | None]] = []
 
-    def run(self, index: int, layer: nn.Module, x: torch.Tensor, rope: Rope) -> torch.Tensor:
-        """Hidden states after a layer, from those before it: `x` `[T, E]` itself, changed in place, or others.
+    def run(self, layers: Iterable[nn.Module], x: torch.Tensor, ropes: Iterable[Rope]) -> torch.Tensor:
+        """Hidden states after all layers, from those before: `x` `[T, E]` itself, changed in place, or others.
 
         Args:
-            index: the layer's number.
-            layer: its module, a `DecoderLayer`.
+            layers: all of the decoder, `DecoderLayer`s.
             x: the hidden states. The caller needs them no more.
-            rope: cosine and sine of each token's angles, as `rope_tables` gives them.
+            ropes: of each layer: cosine and sine of each token's angles, as `rope_tables` gives them.
         """
+        calls: list[native.LayerCall] = []
+        most = max(1, _MOST_ROWS // max(1, len(x)))
+        for index, (layer, rope) in enumerate(zip(layers, ropes, strict=True)):
+            call = self._native_call(index, layer, x, rope)
+            if call is None or len(calls) == most:
+                self._run_native(calls)
+                calls = []
+            if call is not None:
+                calls.append(call)
+            else:
+                x = layer(x, rope, self._cache, index)
+        self._run_native(calls)
+        return x
+
+    def _native_call(self, index: int, layer: nn.Module, x: torch.Tensor, rope: Rope) -> native.LayerCall | None:
+        """What a layer needs to run natively; None where its module must run."""
         assert isinstance(layer, DecoderLayer)
-        if not self._plain and (handle := layer.native) is not None:
-            pages, rows = self._cache.native_pages(index), self._rows(x, rope)
-            if pages is not None and rows is not None:
-                handle.run(*pages, rows, num_threads=self._num_threads)
-                return x
-        y: torch.Tensor = layer(x, rope, self._cache, index)
-        return y
+        if self._plain or (handle := layer.native) is None:
+            return None
+        pages, rows = self._cache.native_pages(index), self._rows(x, rope)
+        return None if pages is None or rows is None else (handle, *pages, rows)
+
+    def _run_native(self, calls: Sequence[native.LayerCall]) -> None:
+        if calls:
+            native.run_layers(calls, num_threads=self._num_threads)
 
     def norm(self, norm: RMSNorm, x: torch.Tensor) -> torch.Tensor:
         """The normed hidden states `[T, E]` after the last layer; natively where the last layer ran so."""
