@@ -144,8 +144,7 @@ class FilledCache:
         q = self._q[: view.num_tokens]
         self.mixed = torch.empty(self._shape.layers, *q.shape, dtype=q.dtype)
         calls = []
-        for layer, mixed in enumerate(self.mixed):
-            pages = view.native_pages(layer)
+        for mixed, pages in zip(self.mixed, view.native_layers(), strict=True):
             if pages is None:
                 raise RuntimeError("the cache was made on the CPU, and its pages are not there")
             calls.append((*pages, native.capsule(q), native.capsule(mixed)))

@@ -148,18 +148,19 @@ class CacheView:
         """Whether native kernels can work on the layer's pages."""
         return self.groups[self._place(layer)[0]].native is not None
 
-    def native_pages(self, layer: int) -> tuple[PageStep, PageLayer] | None:
-        """This step's pages of a layer, for native kernels that write to and read from them by themselves.
+    def native_layers(self) -> list[tuple[PageStep, PageLayer] | None]:
+        """This step's pages and each layer's place in them, for native kernels that write and read by themselves.
 
-        None where the pages are not on the CPU. The caller has seen to it that the view is current (`check_current`):
-        this is asked for every layer, and sequences do not change during a step.
-
-        Raises:
-            ValueError: there is no such layer.
+        None where the pages are not on the CPU. The caller has seen to it that the view is current (`check_current`).
         """
-        group, row = self._place(layer)
-        native = self.groups[group].native
-        return None if native is None else (self._native_step(group, native), native.layers[row])
+        layers: list[tuple[PageStep, PageLayer] | None] = [None] * len(self._places)
+        for index, group in enumerate(self.groups):
+            if group.native is None:
+                continue
+            step = self._native_step(index, group.native)
+            for layer, place in zip(group.layer_group.layers, group.native.layers, strict=True):
+                layers[layer] = step, place
+        return layers
 
     def attend(
         self,

@@ -140,7 +140,7 @@ class LinearWeight(Protocol):
 class HiddenRows(Protocol):
     """The hidden states of a step, for native layers: made by `hidden_rows`."""
 
-    def norm(self, multiplier: torch.Tensor, eps: float, out: torch.Tensor, *, num_threads: int) -> None:
+    def norm(self, multiplier: object, eps: float, out: object, *, num_threads: int) -> None:
         """Write the hidden states, divided by their root mean square, times a multiplier, to `out`.
 
         Args:
@@ -193,16 +193,16 @@ class _Library(Protocol):
     ) -> PageLayer: ...
     def PageStep(  # noqa: N802
         self,
-        pool: torch.Tensor,
+        pool: object,
         page_bytes: int,
         num_tokens: Sequence[int],
         first_positions: Sequence[int],
         first_numbers: Sequence[int],
-        page_tables: Sequence[torch.Tensor],
-        turns: Sequence[torch.Tensor],
+        page_tables: Sequence[object],
+        turns: Sequence[object],
         window: int | None,
     ) -> PageStep: ...
-    def HiddenRows(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> HiddenRows: ...  # noqa: N802
+    def HiddenRows(self, x: object, cos: object, sin: object) -> HiddenRows: ...  # noqa: N802
     def DecoderLayer(  # noqa: N802
         self,
         matrices: Sequence[LinearWeight],
@@ -433,7 +433,16 @@ def page_step(
         turns: for each set of frequencies `[numbers, 2, D / 2]` float32, the table of `PageTurns`. They are kept.
         window: tokens that a query of the group sees, itself included; None sees all.
     """
-    return _library().PageStep(pool, page_bytes, num_tokens, first_positions, first_numbers, page_tables, turns, window)
+    return _library().PageStep(
+        capsule(pool),
+        page_bytes,
+        num_tokens,
+        first_positions,
+        first_numbers,
+        [capsule(table) for table in page_tables],
+        [capsule(table) for table in turns],
+        window,
+    )
 
 
 def capsule(x: torch.Tensor) -> object:
@@ -469,7 +478,7 @@ def hidden_rows(x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]) -> Hid
     Raises:
         ValueError: a tensor has the wrong dtype, shape or strides, or `x` overlaps the others.
     """
-    return _library().HiddenRows(x, *rope)
+    return _library().HiddenRows(capsule(x), *map(capsule, rope))
 
 
 @dataclass(frozen=True, kw_only=True)

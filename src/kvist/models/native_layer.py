@@ -37,6 +37,7 @@ class LayerSteps:
         cache.check_current()
         self._cache = cache
         self._plain = plain
+        self._pages = cache.native_layers()
         self._num_threads = torch.get_num_threads()
         self._made: list[tuple[torch.Tensor, Rope, native.HiddenRows | None]] = []
 
@@ -67,7 +68,7 @@ class LayerSteps:
         assert isinstance(layer, DecoderLayer)
         if self._plain or (handle := layer.native) is None:
             return None
-        pages, rows = self._cache.native_pages(index), self._rows(x, rope)
+        pages, rows = self._pages[index], self._rows(x, rope)
         return None if pages is None or rows is None else (handle, *pages, rows)
 
     def _run_native(self, calls: Sequence[native.LayerCall]) -> None:
@@ -81,7 +82,12 @@ class LayerSteps:
             y: torch.Tensor = norm(x)
             return y
         out = torch.empty_like(x)
-        rows.norm(norm.multiplier(), norm.eps, out, num_threads=self._num_threads)
+        rows.norm(
+            native.capsule(norm.multiplier().detach()),
+            norm.eps,
+            native.capsule(out),
+            num_threads=self._num_threads,
+        )
         return out
 
     def _rows(self, x: torch.Tensor, rope: Rope) -> native.HiddenRows | None:
