@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvist.attention import GroupedQueryAttention
+from kvist.attention import StepAttention
 from kvist.attention.attend import attend
 from kvist.cache.kv_cache import KVCache, Span
 from kvist.config import CacheConfig
@@ -37,12 +37,12 @@ def projected(model: LoadedModel, name: str, alice: str) -> Projected:
     """Queries, keys and values of some layers for one long text."""
     found: Projected = {}
 
-    def look(attention: GroupedQueryAttention, arguments: tuple[object, ...]) -> None:
+    def look(attention: StepAttention, arguments: tuple[object, ...]) -> None:
         x, rope, _, layer = arguments
         if layer in LAYERS[name]:
             found[layer] = attention.project(x, rope)  # type: ignore[arg-type, index]
 
-    modules = [module for module in model.decoder.modules() if isinstance(module, GroupedQueryAttention)]
+    modules = [module for module in model.decoder.modules() if isinstance(module, StepAttention)]
     handles = [module.register_forward_pre_hook(look) for module in modules]
     token_ids = torch.tensor(model.tokenizer.encode(alice)[:NUM_TOKENS])
     cache = KVCache(model.config.layers, CacheConfig(LayerFormats.parse("bf16"), 1 << 30))

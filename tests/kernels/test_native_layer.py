@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from kvist.attention import ACTIVATIONS
 from kvist.kernels import native
 from kvist.kernels.weight_codec import WEIGHT_FORMATS, QuantisedWeight, decode_rows, pack, quantise
-from kvist.models.layers import ACTIVATIONS, OffsetRMSNorm, normalised
+from kvist.models.layers import OffsetRMSNorm, normalised
 
 EMBED, MLP, HEADS, KV_HEADS, DIM = 64, 96, 4, 2, 16
 SHAPES = {
@@ -137,7 +138,7 @@ def test_a_row_of_numbers_that_are_none_is_normed_alone() -> None:
     torch.testing.assert_close(out[::2], expected[::2])
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 def test_activations_are_those_of_pytorch(activation: str) -> None:
     """Gates come through their bias and are multiplied by one; of 32 one is not 0, whose code then is exact."""
     identity = native.linear_weight(pack(quantise(torch.eye(EMBED) * 127, "int8")))

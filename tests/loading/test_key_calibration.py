@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny import TINY_CONFIGS, new_cache, run_step, tiny_model
 
-from kvist.attention import grouped_query, inverse_frequencies
+from kvist.attention import inverse_frequencies, step_attention
 from kvist.config import ModelConfig
 from kvist.errors import ModelFileError, NumericsError, OptionError
 from kvist.kernels import native
@@ -77,7 +77,7 @@ def test_the_queries_and_keys_looked_at_are_those_that_attention_takes(
     decoder = tiny_decoder(family, tmp_path).to(dtype)
     looked_at: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]] = []
     attended: list[tuple[torch.Tensor, torch.Tensor, float, int | None]] = []
-    attend = grouped_query.attend
+    attend = step_attention.attend
 
     def recorded(q: torch.Tensor, cache: Any, layer: int, **options: Any) -> torch.Tensor:
         keys, _ = cache.read_split(layer, 0, 0, len(q))
@@ -88,7 +88,7 @@ def test_the_queries_and_keys_looked_at_are_those_that_attention_takes(
         looked_at.append(arguments)  # type: ignore[arg-type]
         return key_moments(*arguments)
 
-    monkeypatch.setattr(grouped_query, "attend", recorded)
+    monkeypatch.setattr(step_attention, "attend", recorded)
     monkeypatch.setattr(key_calibration, "key_moments", moments)
     statics = calibrate(decoder, token_ids(), no_progress)
     assert len(looked_at) == len(attended) == decoder.config.num_layers

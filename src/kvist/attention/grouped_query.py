@@ -1,84 +1,231 @@
-r"""Grouped-query attention, of which multi-head and multi-query attention are the two ends.
-
-    MHA: num_kv_heads = num_heads      GQA: some share             MQA: num_kv_heads = 1
-
-    Q  o o o o o o o o                 Q  o o o o o o o o          Q  o o o o o o o o
-       | | | | | | | |                     \|  |/  \|  |/             \ \ \ \/ / / /
-    KV o o o o o o o o                 KV   o      o               KV       o
-
-Query head h reads KV head h // group_size: neighbours share. The cache holds KV heads only, so it shrinks by group_size
-(arXiv 2305.13245, arXiv 1911.02150).
-"""
+"""Grouped-query attention as a module over padded tensors: it trains, and it decodes from a cache."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
-from kvist.attention.attend import attend
-from kvist.attention.rope import apply_rope
-from kvist.cache.cache_view import CacheView
-from kvist.kernels.plain_linear import Linear
+from kvist.attention.grouped import grouped_attention
+from kvist.attention.heads import AttentionHeads, Rope
+from kvist.attention.layer_cache import ContiguousCache, EncoderCache
+from kvist.attention.paged_cache import PagedCache
+from kvist.attention.rope import inverse_frequencies, rope_tables
+from kvist.checks import check_integer, check_number
+from kvist.config import RopeConfig
+from kvist.errors import OptionError, StateError
+
+LayerCache = ContiguousCache | PagedCache
+"""What a layer keeps of the tokens so far."""
 
 
-class GroupedQueryAttention(nn.Module):
-    """The attention of a decoder layer: project, norm, rotate, write to the cache, attend over it, project back.
+class GroupedQueryAttention(AttentionHeads):
+    """Attention in which query heads share keys and values: MHA, GQA and MQA by the number of KV heads.
+
+    Without a cache `x` is a whole sequence. With one, `x` goes on where the cache ends, and sees all that it holds:
+
+        y, cache = attention(prompt)          # [B, 4, E], a cache of 4 tokens
+        y, cache = attention(token, cache)    # [B, 1, E], a cache of 5
 
     Args:
         embed_dim: `E`.
         num_heads: `H`, query heads.
-        num_kv_heads: `K`, a divisor of `H`.
-        head_dim: `D`.
-        qkv_bias: whether the projections to queries, keys and values add a bias.
-        output_bias: whether the projection back does.
-        scale: multiplies the scores.
-        window: tokens that a query sees, itself included; None sees all. Attention goes by that of the cache's
-            layer, which is the same; this is for who looks at the queries and keys by themselves.
+        num_kv_heads: `K`, a divisor of `H`: `H` itself is MHA (arXiv 1706.03762), 1 is MQA (arXiv 1911.02150), and
+            what lies between is GQA (arXiv 2305.13245).
+        head_dim: `D`; by default `E / H`.
+        bias: whether the four projections add one.
+        dropout: the share of attention weights that is dropped in training.
+        causal: whether a token sees none after it. Without, there is no going on from a cache.
+        rope: turns queries and keys by their positions; None does not.
+        scale: multiplies the scores; by default `1 / sqrt(D)`.
         q_norm, k_norm: norms over the head dim of queries and keys, if any.
+
+    Raises:
+        OptionError: a number is out of range, `num_kv_heads` does not divide `num_heads`, `head_dim` is left out where
+            `num_heads` does not divide `embed_dim`, or it is odd and there is `rope`.
     """
 
     def __init__(
         self,
-        *,
         embed_dim: int,
         num_heads: int,
         num_kv_heads: int,
-        head_dim: int,
-        scale: float,
-        qkv_bias: bool = False,
-        output_bias: bool = False,
-        window: int | None = None,
+        head_dim: int | None = None,
+        bias: bool = False,
+        *,
+        dropout: float = 0.0,
+        causal: bool = True,
+        rope: RopeConfig | None = None,
+        scale: float | None = None,
         q_norm: nn.Module | None = None,
         k_norm: nn.Module | None = None,
     ) -> None:
-        super().__init__()
-        self.head_dim = head_dim
-        self.scale = scale
-        self.window = window
-        self.q_proj = Linear(embed_dim, num_heads * head_dim, bias=qkv_bias)
-        self.k_proj = Linear(embed_dim, num_kv_heads * head_dim, bias=qkv_bias)
-        self.v_proj = Linear(embed_dim, num_kv_heads * head_dim, bias=qkv_bias)
-        self.o_proj = Linear(num_heads * head_dim, embed_dim, bias=output_bias)
-        self.q_norm = q_norm
-        self.k_norm = k_norm
+        head_dim = (
+            default_head_dim(embed_dim, num_heads) if head_dim is None else check_integer("head_dim", head_dim, 1)
+        )
+        super().__init__(
+            embed_dim=embed_dim,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            scale=head_dim**-0.5 if scale is None else scale,
+            qkv_bias=bias,
+            output_bias=bias,
+            q_norm=q_norm,
+            k_norm=k_norm,
+        )
+        if rope is not None and head_dim % 2:
+            raise OptionError(f"head_dim is {head_dim}: rope turns pairs of dims, so it must be even")
+        self.dropout = check_number("dropout", dropout, 0, 1)
+        self.causal = causal
+        self.rope = rope
+        self._frequencies: dict[torch.device, torch.Tensor] = {}
 
     def forward(
-        self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], cache: CacheView, layer: int
-    ) -> torch.Tensor:
-        """Attention of the step's tokens `x` `[T, E]` over their sequences; returns `[T, E]`."""
-        q, k, v = self.project(x, rope)
-        cache.write(layer, k, v)
-        mixed = attend(q, cache, layer, scale=self.scale)
-        y: torch.Tensor = self.o_proj(mixed.flatten(1))
-        return y
+        self,
+        x: torch.Tensor,
+        cache: LayerCache | EncoderCache | None = None,
+        positions: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, LayerCache | EncoderCache]:
+        """Attention of new tokens over themselves and what the cache holds.
 
-    def project(
-        self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries `[T, H, D]`, keys and values `[T, K, D]` of tokens `x` `[T, E]`, as attention takes them."""
-        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
-        k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
-        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        return apply_rope(q, rope), apply_rope(k, rope), v
+        Args:
+            x: `[B, L, E]`.
+            cache: of the tokens before; None: there are none. An `EncoderCache` makes it cross-attention: all tokens
+                see all that the encoder gave, and the cache stays as it is.
+            positions: `[L]` or `[B, L]` integers, by which rope turns; by default each row counts its tokens, padding
+                left out, on from those in the cache.
+            mask: bool. `[B, L]`: which of `x` are tokens and not padding, on whichever side; the cache remembers it.
+                Or `[B, L, S]`, `S` being the cache's tokens and these: which sees which, on top of causality.
+
+        Returns:
+            `[B, L, E]`, zeros for padding and for tokens that see nothing; and the cache with these tokens.
+
+        Raises:
+            OptionError: a tensor is not of its shape, or asks for what this module does not do.
+            StateError: gradients or dropout are asked for over pages.
+            ReservationError: the pages are full.
+        """
+        self._check(x, cache, mask)
+        real, sees = (mask, None) if mask is None or mask.dim() == 2 else (None, mask)
+        if real is not None:
+            x = x.masked_fill(~real.unsqueeze(-1), 0)  # whatever padding holds, NaN included
+        if isinstance(cache, EncoderCache):
+            if positions is not None:
+                raise OptionError("positions are for rope, which cross-attention has none of: leave them out")
+            visible = _both(None if cache.mask is None else cache.mask.unsqueeze(1), sees)
+            mixed = self._mixed(self.queries(x, None), cache.keys, cache.values, visible)
+            return self._finish(mixed, real, visible), cache
+        q, k, v = self.project(x, self._rope_of(x, cache, positions, real))
+        if isinstance(cache, PagedCache):
+            mixed = cache.append_and_attend(q, k, v, real, scale=self.scale)
+            return self._finish(mixed, real, None), cache
+        if cache is None:
+            cache = ContiguousCache.empty(len(x), self.num_kv_heads, self.head_dim, dtype=k.dtype, device=k.device)
+        cache = cache.appended(k, v, real)
+        visible = _both(self._causal(x, cache), None if cache.mask is None else cache.mask.unsqueeze(1))
+        visible = _both(visible, sees)
+        return self._finish(self._mixed(q, cache.keys, cache.values, visible), real, visible), cache
+
+    def encode(self, states: torch.Tensor, mask: torch.Tensor | None = None) -> EncoderCache:
+        """The keys and values of an encoder's output, for cross-attention: computed once, for every step after.
+
+        Args:
+            states: `[B, S, E]`.
+            mask: `[B, S]` bool, which of them are no padding; None: all.
+
+        Raises:
+            OptionError: a tensor is not of its shape, or the module turns by positions.
+        """
+        if self.rope is not None:
+            raise OptionError("cross-attention has no common positions to turn by: make the module without rope")
+        self._check(states, None, mask)
+        if mask is not None:
+            if mask.dim() != 2:
+                raise OptionError(f"mask is {tuple(mask.shape)}: an encoder's must be {tuple(states.shape[:2])}")
+            states = states.masked_fill(~mask.unsqueeze(-1), 0)
+        k, v = self.keys_and_values(states, None)
+        return EncoderCache(k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous(), mask)
+
+    def _mixed(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
+        dropout = self.dropout if self.training else 0.0
+        return grouped_attention(q, k, v, visible, scale=self.scale, dropout=dropout)
+
+    def _finish(self, mixed: torch.Tensor, real: torch.Tensor | None, visible: torch.Tensor | None) -> torch.Tensor:
+        """Back to `[B, L, E]`, with zeros for padding and where nothing was seen, whatever a bias adds."""
+        y = self.output(mixed)
+        kept = _both(real, None if visible is None else visible.any(-1))
+        return y if kept is None else y.masked_fill(~kept.unsqueeze(-1), 0)
+
+    def _causal(self, x: torch.Tensor, cache: ContiguousCache) -> torch.Tensor | None:
+        """Which of the cache's tokens the last `L` of them see, `[1, L, S]`; None where each sees all."""
+        length, total = x.shape[1], cache.length
+        if not self.causal or length == 1:
+            return None
+        # Query i stands at place `total - length + i`: what was in the cache before is seen by all.
+        return x.new_ones(1, length, total, dtype=torch.bool).tril(total - length)
+
+    def _rope_of(
+        self, x: torch.Tensor, cache: LayerCache | None, positions: torch.Tensor | None, real: torch.Tensor | None
+    ) -> Rope | None:
+        if self.rope is None:
+            if positions is not None:
+                raise OptionError("positions are for rope, which this module has none of: give it rope=RopeConfig(1e4)")
+            return None
+        if positions is None:
+            positions = default_positions(x, cache, real)
+        elif positions.shape not in (x.shape[:2], x.shape[1:2]):
+            raise OptionError(
+                f"positions are {tuple(positions.shape)}: they must be {tuple(x.shape[1:2])} or {tuple(x.shape[:2])}"
+            )
+        if x.device not in self._frequencies:
+            self._frequencies[x.device] = inverse_frequencies(self.rope, self.head_dim, x.device)
+        return rope_tables(self._frequencies[x.device], positions.to(x.device), x.dtype)
+
+    def _check(self, x: torch.Tensor, cache: LayerCache | EncoderCache | None, mask: torch.Tensor | None) -> None:
+        if x.dim() != 3 or x.shape[2] != self.embed_dim:
+            raise OptionError(f"x is {tuple(x.shape)}: it must be [B, L, E] with E = {self.embed_dim}")
+        fits = (len(x), self.num_kv_heads, self.head_dim)
+        if cache is not None and cache.rows != fits:
+            raise OptionError(f"the cache has (B, K, D) = {cache.rows}: with x and this module they are {fits}")
+        if not self.causal and isinstance(cache, ContiguousCache | PagedCache):
+            raise OptionError("without causality earlier tokens would see new ones: give whole sequences and no cache")
+        if isinstance(cache, PagedCache) and self.training and self.dropout:
+            raise StateError("a paged cache is read without dropout: call eval() first")
+        if mask is None:
+            return
+        shapes = [tuple(x.shape[:2])]
+        if not isinstance(cache, PagedCache):
+            before = 0 if cache is None else cache.length
+            shapes.append((*x.shape[:2], before if isinstance(cache, EncoderCache) else before + x.shape[1]))
+        if mask.dtype != torch.bool or tuple(mask.shape) not in shapes:
+            raise OptionError(
+                f"mask is {tuple(mask.shape)} {mask.dtype}: it must be bool, {' or '.join(map(str, shapes))}"
+            )
+
+
+def default_head_dim(embed_dim: int, num_heads: int) -> int:
+    """`E / H`, or `OptionError` where that is no whole number."""
+    check_integer("embed_dim", embed_dim, 1)
+    check_integer("num_heads", num_heads, 1)
+    if embed_dim % num_heads:
+        raise OptionError(f"embed_dim {embed_dim} does not divide by {num_heads} heads: give head_dim")
+    return embed_dim // num_heads
+
+
+def default_positions(x: torch.Tensor, cache: LayerCache | None, real: torch.Tensor | None) -> torch.Tensor:
+    """The positions of new tokens, `[L]` or `[B, L]`: each row counts its tokens on, and padding is not counted.
+
+    Args:
+        x: `[B, L, ...]`, the new tokens.
+        cache: of those before.
+        real: `[B, L]` bool, which of `x` are no padding; None: all.
+    """
+    new = torch.arange(x.shape[1], device=x.device) if real is None else (real.cumsum(1) - 1).clamp(min=0)
+    return new if cache is None else new + cache.num_tokens().to(x.device).unsqueeze(1)
+
+
+def _both(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return one & other

@@ -35,18 +35,18 @@ def _llama3_frequencies(frequencies: torch.Tensor, scaling: Llama3RopeScaling) -
 def rope_tables(
     frequencies: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine of each token's angles, `[T, 1, D]` each, from positions `[T]`.
+    """Cosine and sine of each token's angles, `[..., 1, D]` each, from positions `[...]`: `[T]`, or `[B, L]`.
 
     They are rounded to `dtype`, that of the queries and keys, as in Hugging Face models: any other rounding changes the
     likeliest token in bf16 at about one position in thirty.
     """
-    angles = positions.to(torch.float32).unsqueeze(1) * frequencies
-    angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)
+    angles = positions.to(torch.float32).unsqueeze(-1) * frequencies
+    angles = torch.cat((angles, angles), dim=-1).unsqueeze(-2)
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 def apply_rope(x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Turn queries or keys `[T, heads, D]` by their tokens' angles, in their dtype."""
+    """Turn queries or keys `[..., heads, D]` by their tokens' angles, in their dtype."""
     cos, sin = tables
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -41,6 +42,16 @@ def resident_bytes() -> int:
     import psutil
 
     return int(psutil.Process().memory_info().rss)
+
+
+def live_bytes() -> int:
+    """The memory of this process now, less what its allocator has free and can give back to the system.
+
+    The C library of Linux (glibc) alone can be asked to give it back; elsewhere it is `resident_bytes`.
+    """
+    with suppress(OSError, AttributeError, TypeError):  # TypeError: Windows has no library without a name
+        ctypes.CDLL(None).malloc_trim(0)
+    return resident_bytes()
 
 
 def peak_bytes_of(task: Callable[[], object]) -> int:

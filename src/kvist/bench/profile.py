@@ -26,12 +26,12 @@ import torch
 from torch import nn
 
 import kvist.engine.engine as engine_parts
-from kvist.attention import GroupedQueryAttention
+from kvist.attention import GatedMLP, StepAttention
 from kvist.bench.format_runs import FormatRuns
 from kvist.engine import Engine
 from kvist.kernels import native
 from kvist.models.decoder import Decoder
-from kvist.models.layers import GatedMLP, RMSNorm
+from kvist.models.layers import RMSNorm
 from kvist.models.matrices import QuantisedEmbedding, QuantisedLinear
 
 _LAYERS = "run_layers"
@@ -47,7 +47,7 @@ _MODULE_NAMES: tuple[tuple[tuple[type[nn.Module], ...], str], ...] = (
     ((RMSNorm,), "norms"),
     ((nn.Linear, QuantisedLinear), "products with weights"),
     ((nn.Embedding, QuantisedEmbedding), "token vectors"),
-    ((GroupedQueryAttention,), "rope, heads apart"),
+    ((StepAttention,), "rope, heads apart"),
     ((GatedMLP,), "gate"),
     ((Decoder,), "decoder, rest"),
 )

@@ -10,6 +10,7 @@ import typer
 
 from kvist.cli.bench_attention import attention
 from kvist.cli.bench_decode import batch, decode
+from kvist.cli.bench_heads import heads
 from kvist.cli.bench_prefill import prefill
 from kvist.config import check_threads
 
@@ -25,7 +26,7 @@ def bench() -> None:
     """Measure this machine."""
 
 
-for _verb in (attention, decode, prefill, batch):
+for _verb in (attention, decode, prefill, batch, heads):
     app.command()(_verb)
 
 

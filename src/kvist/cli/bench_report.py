@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvist.cli.output import table_console
 from kvist.cli.output_file import output_file
@@ -113,6 +113,10 @@ class BenchReport(ABC):
         }
         return json_module.dumps(fields, allow_nan=False)
 
+    def all_tables(self) -> Iterable[Table]:
+        """Those of the figures, and that of the memory."""
+        return (*self.tables(), *([self.memory_table()] if self.memory else []))
+
     def memory_table(self) -> Table:
         table = new_table("MiB", "program", "weights", "caches", "predicted", "peak")
         for one in self.memory:
@@ -131,7 +135,23 @@ def new_table(*columns: str, names: int = 1) -> Table:
     return table
 
 
-def produce(measure: Callable[[], BenchReport], *, json: Path | None, plot: Path | None) -> None:
+class Printed(Protocol):
+    """What `produce` needs of a report."""
+
+    @property
+    def title(self) -> str: ...
+
+    @property
+    def facts(self) -> str: ...
+
+    def json(self) -> str: ...
+
+    def all_tables(self) -> Iterable[Table]: ...
+
+    def draw(self, path: Path, kind: str) -> None: ...
+
+
+def produce(measure: Callable[[], Printed], *, json: Path | None, plot: Path | None) -> None:
     """Measure, write the files that are asked for, and print the report, or its JSON alone.
 
     Raises:
@@ -159,10 +179,10 @@ def produce(measure: Callable[[], BenchReport], *, json: Path | None, plot: Path
                 _print(report)
 
 
-def _print(report: BenchReport) -> None:
+def _print(report: Printed) -> None:
     console = table_console()
     print(report.title)
-    for table in (*report.tables(), *([report.memory_table()] if report.memory else [])):
+    for table in report.all_tables():
         console.print(table)
         print()
     print(report.facts)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from kvist.attention import GroupedQueryAttention, inverse_frequencies
+from kvist.attention import StepAttention, inverse_frequencies
 from kvist.cache.kv_cache import KVCache, Span
 from kvist.config import ModelConfig
 from kvist.errors import ModelFileError, NumericsError, OptionError
@@ -97,7 +97,7 @@ def calibrate(decoder: Decoder, token_ids: list[int], progress: Progress) -> tup
         decoder.dtype.itemsize * num_tokens * sum(x.num_kv_heads * x.head_dim for x in config.layers),
     )
 
-    def look(attention: GroupedQueryAttention, q: torch.Tensor, k: torch.Tensor, layer: int) -> None:
+    def look(attention: StepAttention, q: torch.Tensor, k: torch.Tensor, layer: int) -> None:
         nonlocal done
         frequencies = inverse_frequencies(decoder.rope_of(layer), attention.head_dim, q.device)
         found[layer] = _layer_statics(attention, q, k, layer, frequencies, min(_MOST_HORIZON, config.max_context))
@@ -108,7 +108,7 @@ def calibrate(decoder: Decoder, token_ids: list[int], progress: Progress) -> tup
     handles = [
         module.register_forward_pre_hook(_observer(view, look))
         for module in decoder.modules()
-        if isinstance(module, GroupedQueryAttention)
+        if isinstance(module, StepAttention)
     ]
     try:
         with torch.no_grad():
@@ -161,11 +161,11 @@ def _cache(decoder: Decoder, num_tokens: int) -> KVCache:
 
 
 def _observer(
-    view: object, look: Callable[[GroupedQueryAttention, torch.Tensor, torch.Tensor, int], None]
-) -> Callable[[GroupedQueryAttention, tuple[Any, ...]], None]:
+    view: object, look: Callable[[StepAttention, torch.Tensor, torch.Tensor, int], None]
+) -> Callable[[StepAttention, tuple[Any, ...]], None]:
     """A hook that shows the queries and keys of a step over `view` before attention takes them."""
 
-    def hook(attention: GroupedQueryAttention, arguments: tuple[Any, ...]) -> None:
+    def hook(attention: StepAttention, arguments: tuple[Any, ...]) -> None:
         x, rope, cache, layer = arguments
         if cache is view:  # another thread may run steps of its own
             q, k, _ = attention.project(x, rope)
@@ -175,7 +175,7 @@ def _observer(
 
 
 def _layer_statics(
-    attention: GroupedQueryAttention,
+    attention: StepAttention,
     q: torch.Tensor,
     k: torch.Tensor,
     layer: int,

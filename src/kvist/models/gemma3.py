@@ -9,13 +9,13 @@ from functools import partial
 import torch
 from torch import nn
 
-from kvist.attention import GroupedQueryAttention
+from kvist.attention import GatedMLP, StepAttention
 from kvist.cache.cache_view import CacheView
 from kvist.config import ModelConfig, RopeConfig
 from kvist.errors import UnsupportedModelError
 from kvist.models.config_fields import ConfigFields, shape_fields
 from kvist.models.decoder import Decoder
-from kvist.models.layers import DecoderLayer, GatedMLP, LayerParts, OffsetRMSNorm
+from kvist.models.layers import DecoderLayer, LayerParts, OffsetRMSNorm
 from kvist.models.native_layer import LayerSteps
 from kvist.models.step_inputs import StepInputs
 
@@ -112,7 +112,7 @@ class Gemma3Layer(DecoderLayer):
         super().__init__()
         norm = partial(OffsetRMSNorm, eps=config.rms_norm_eps)
         self.input_layernorm = norm(config.embed_dim)
-        self.self_attn = GroupedQueryAttention(
+        self.self_attn = StepAttention(
             embed_dim=config.embed_dim,
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,

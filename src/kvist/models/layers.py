@@ -6,22 +6,14 @@ They round where the Hugging Face implementations round, so that bf16 results st
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import nn
 
-from kvist.attention import GroupedQueryAttention
+from kvist.attention import GatedMLP, StepAttention
 from kvist.cache.cache_view import CacheView
 from kvist.kernels import native
-from kvist.kernels.plain_linear import Linear
-
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": nn.functional.silu,
-    "gelu_tanh": partial(nn.functional.gelu, approximate="tanh"),
-}
 
 
 class RMSNorm(nn.Module):
@@ -56,28 +48,6 @@ def normalised(x: torch.Tensor, eps: float) -> torch.Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
 
 
-class GatedMLP(nn.Module):
-    """down(activation(gate(x)) * up(x)), the gated feed-forward of arXiv 2002.05202.
-
-    Args:
-        embed_dim: `E`.
-        mlp_dim: rows of `gate` and `up`.
-        activation: one of `ACTIVATIONS`.
-        bias: whether the three matrices add one.
-    """
-
-    def __init__(self, embed_dim: int, mlp_dim: int, activation: str, *, bias: bool = False) -> None:
-        super().__init__()
-        self.activation = activation
-        self.gate_proj = Linear(embed_dim, mlp_dim, bias=bias)
-        self.up_proj = Linear(embed_dim, mlp_dim, bias=bias)
-        self.down_proj = Linear(mlp_dim, embed_dim, bias=bias)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.down_proj(ACTIVATIONS[self.activation](self.gate_proj(x)) * self.up_proj(x))
-        return y
-
-
 @dataclass(frozen=True)
 class LayerParts:
     """What a decoder layer is made of: `x += output_norm(block(input_norm(x)))`, for attention and then for the MLP.
@@ -85,7 +55,7 @@ class LayerParts:
     Norms of outputs are None where a family has none.
     """
 
-    attention: GroupedQueryAttention
+    attention: StepAttention
     attention_input_norm: RMSNorm
     attention_output_norm: RMSNorm | None
     mlp: GatedMLP
@@ -114,7 +84,7 @@ class DecoderLayer(nn.Module, ABC):
 class PreNormLayer(DecoderLayer):
     """A decoder layer that norms before attention and before the MLP and adds each to the stream."""
 
-    def __init__(self, embed_dim: int, eps: float, attention: GroupedQueryAttention, mlp: GatedMLP) -> None:
+    def __init__(self, embed_dim: int, eps: float, attention: StepAttention, mlp: GatedMLP) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(embed_dim, eps)
         self.self_attn = attention

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from kvist.attention import GroupedQueryAttention
+from kvist.attention import GatedMLP, StepAttention
 from kvist.config import ModelConfig, RopeConfig
 from kvist.models.config_fields import ConfigFields, ShapeFields, shape_fields
 from kvist.models.decoder import Decoder
-from kvist.models.layers import GatedMLP, PreNormLayer, RMSNorm
+from kvist.models.layers import PreNormLayer, RMSNorm
 from kvist.models.native_layer import LayerSteps
 from kvist.models.step_inputs import StepInputs
 
@@ -87,7 +87,7 @@ class LlamaDecoder(Decoder):
 
 
 def _layer(config: LlamaConfig, window: int | None) -> PreNormLayer:
-    attention = GroupedQueryAttention(
+    attention = StepAttention(
         embed_dim=config.embed_dim,
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
