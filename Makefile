@@ -1,7 +1,7 @@
 # make demo    a real model answers a prompt
 # make test    the whole suite
 # make lint    ruff and mypy
-# make test-isas   the tests of kernels and models at each lower instruction set
+# make test-isas   the tests of kernels and models at each lower instruction set, and of kernels in the generic build
 # make sanitize    the whole suite over a native library with AddressSanitizer and UndefinedBehaviorSanitizer
 # Everything happens in .venv, with the versions of constraints.txt.
 
@@ -18,9 +18,19 @@ endif
 
 BIN := $(VENV)/bin
 SANITIZED := $(VENV)-sanitized
+GENERIC := $(VENV)-generic
 # constraints.txt holds for the isolated build too: older pip reads the first variable there, newer pip the second.
 PIP_INSTALL := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
 	$(BIN)/python -m pip install --disable-pip-version-check
+# $(call install_beside,ENVIRONMENT,NAME=VALUE): the library, built with an option, in an environment of its own, which sees
+# the packages of .venv.
+define install_beside
+	$(BIN)/python -m venv --without-pip $(1)
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > "$$($(1)/bin/python -c \
+		"import sysconfig; print(sysconfig.get_path('purelib'))")/packages.pth"
+	$(subst -m pip,-m pip --python $(1)/bin/python,$(PIP_INSTALL)) --no-deps \
+		--config-settings=build-dir=build/$(notdir $(1)) --config-settings=cmake.define.$(2) --editable .
+endef
 NATIVE_SOURCES := CMakeLists.txt pyproject.toml constraints.txt $(shell find csrc -type f)
 
 .PHONY: help demo test test-isas sanitize bench lint clean
@@ -29,7 +39,7 @@ NATIVE_SOURCES := CMakeLists.txt pyproject.toml constraints.txt $(shell find csr
 help:
 	@echo 'make demo    set up $(VENV), fetch a small model and let it answer a prompt (DEMO_PROMPT=...)'
 	@echo 'make test    set up $(VENV) and run the whole suite (PYTEST_ARGS=...)'
-	@echo 'make test-isas  the tests of kernels and models at each lower instruction set'
+	@echo 'make test-isas  the tests of kernels and models at each lower instruction set and in the generic build'
 	@echo 'make sanitize  the suite over a library with sanitizers (PYTEST_ARGS=...)'
 	@echo 'make lint    ruff check, ruff format --check, mypy'
 	@echo 'make bench   how fast this machine reads memory'
@@ -57,15 +67,12 @@ test-isas: $(VENV)/.installed-dev
 		echo "KVIST_MAX_ISA=$$isa"; \
 		KVIST_MAX_ISA=$$isa $(BIN)/python -m pytest -q -k 'not real' $(PYTEST_ARGS) $(ISA_TESTS) || exit 1; \
 	done
+	$(call install_beside,$(GENERIC),KVIST_ISAS=generic)
+	$(GENERIC)/bin/python -m pytest -q $(PYTEST_ARGS) tests/kernels
 
-# The library lies in an environment of its own, which sees the packages of .venv. Leaks are not looked for: the
-# interpreter and PyTorch keep much until they end.
+# Leaks are not looked for: the interpreter and PyTorch keep much until they end.
 sanitize: $(VENV)/.installed-dev
-	$(BIN)/python -m venv --without-pip $(SANITIZED)
-	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > "$$($(SANITIZED)/bin/python -c \
-		"import sysconfig; print(sysconfig.get_path('purelib'))")/packages.pth"
-	$(subst -m pip,-m pip --python $(SANITIZED)/bin/python,$(PIP_INSTALL)) --no-deps \
-		--config-settings=cmake.define.KVIST_SANITIZE=ON --editable .
+	$(call install_beside,$(SANITIZED),KVIST_SANITIZE=ON)
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 		ASAN_OPTIONS=detect_leaks=0 $(SANITIZED)/bin/python -m pytest $(PYTEST_ARGS)
 
@@ -99,5 +106,5 @@ $(VENV)/pyvenv.cfg:
 	$(PYTHON) -m venv $(VENV)
 
 clean:
-	rm -rf $(VENV) $(SANITIZED) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SANITIZED) $(GENERIC) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

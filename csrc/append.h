@@ -21,4 +21,7 @@ struct AppendJob {
     AppendInput keys, values;
 };
 
+// Do it. std::bad_alloc if the system refuses memory.
+void run_append(const AppendJob& job, int num_threads);
+
 }  // namespace kvist

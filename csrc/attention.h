@@ -14,13 +14,14 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "lines.h"
 #include "pages.h"
 
 namespace kvist {
 
 constexpr std::size_t kSplitPages = 4;
 constexpr std::size_t kSplitSlots = 64 * kSplitPages;
-constexpr std::size_t kTileRows = 48;
+constexpr std::size_t kSpanTileRows = 48;
 
 // Of a span or of spans that share pages: the rows of one KV head are counted by token, then by head in the group.
 struct AttentionItem {
@@ -70,7 +71,7 @@ struct AttentionTask {
     std::size_t* next;  // the work that nobody has taken yet; item by item, the KV heads of each in a row
 };
 
-constexpr std::size_t whole_lines(std::size_t bytes) { return (bytes + 63) / 64 * 64; }
+namespace {  // internal linkage: the kernels include this too, and must share nothing between instruction sets
 
 // A prepared row: a header; units of the query; its products with the offset; sums of its codes per group.
 constexpr std::size_t prepared_bytes(std::size_t head_dim) { return 64 + 3 * whole_lines(4 * head_dim); }
@@ -78,4 +79,5 @@ constexpr std::size_t prepared_bytes(std::size_t head_dim) { return 64 + 3 * who
 // Largest score and sum of weights, then the mixed values, both from a whole line on.
 constexpr std::size_t result_floats(std::size_t head_dim) { return 16 + whole_lines(4 * head_dim) / 4; }
 
+}  // namespace
 }  // namespace kvist

@@ -11,7 +11,7 @@ namespace kvist {
 namespace {
 
 // Spans of up to as many rows for a KV head keep what their splits gave, so that several threads can share them.
-constexpr std::size_t kMostSplitRows = kTileRows;
+constexpr std::size_t kMostSplitRows = kSpanTileRows;
 // More rows of spans that share pages are several items.
 constexpr std::size_t kMostSharedRows = 96;
 // Queries are prepared by one thread where that takes less than waking the others.
@@ -87,10 +87,10 @@ AttentionPlan plan_attention(const StepPages& step, std::size_t group_size, std:
         const Range pages = seen_pages(span, window);
         if (rows > kMostSplitRows) {
             // The last rows see most: they come first.
-            const std::size_t tiles = (rows + kTileRows - 1) / kTileRows;
+            const std::size_t tiles = (rows + kSpanTileRows - 1) / kSpanTileRows;
             for (std::size_t tile = tiles; tile-- > 0;) {
-                const std::size_t begin = tile * kTileRows;
-                plan.items.push_back({true, s, std::min(kTileRows, rows - begin), begin});
+                const std::size_t begin = tile * kSpanTileRows;
+                plan.items.push_back({true, s, std::min(kSpanTileRows, rows - begin), begin});
             }
             continue;
         }

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "append_bindings.h"
+#include "attention_bindings.h"
 #include "checks.h"
 #include "dispatch.h"
 #include "layer_bindings.h"
@@ -24,7 +25,6 @@ using namespace nb::literals;
 
 namespace {
 
-constexpr std::int64_t kMostThreads = 1024;
 constexpr std::int64_t kMostPasses = 1'000'000;
 constexpr std::int64_t kLeastBufferBytes = std::int64_t{64} << 10;
 constexpr std::int64_t kMostBufferBytes = std::int64_t{1} << 46;
@@ -35,24 +35,14 @@ std::vector<std::string> names(const std::vector<const kvist::KernelTable*>& tab
     return isas;
 }
 
-std::int64_t sum_words(const kvist::AnyArray& words, std::int64_t num_threads) {
-    const auto* data = kvist::check_vector<std::int64_t>("words", words, "int64");
-    kvist::check_between("num_threads", num_threads, 1, kMostThreads);
-    const kvist::KernelTable& table = kvist::kernels();
-    const std::size_t count = words.shape(0);
-    nb::gil_scoped_release release;
-    return static_cast<std::int64_t>(kvist::parallel_sum_words(
-        table, reinterpret_cast<const std::uint64_t*>(data), count, static_cast<int>(num_threads)));
-}
-
 std::vector<double> read_rates(std::int64_t buffer_bytes, std::int64_t passes, std::int64_t num_threads) {
     kvist::check_between("buffer_bytes", buffer_bytes, kLeastBufferBytes, kMostBufferBytes);
     kvist::check_between("passes", passes, 1, kMostPasses);
-    kvist::check_between("num_threads", num_threads, 1, kMostThreads);
+    const int threads = kvist::check_threads(num_threads);
     const kvist::KernelTable& table = kvist::kernels();
     nb::gil_scoped_release release;
     return kvist::read_rates(table, static_cast<std::size_t>(buffer_bytes), static_cast<int>(passes),
-                             static_cast<int>(num_threads));
+                             threads);
 }
 
 // --- the bytes of a page ---------------------------------------------------------------------------------------------
@@ -143,7 +133,6 @@ NB_MODULE(_native, m) {
     m.def("runnable_isas", [] { return names(kvist::runnable_tables()); });
     m.def("choose_isa", [](const std::string& max_isa) { return kvist::choose_kernels(max_isa).isa; }, "max_isa"_a);
     m.def("chosen_isa", [] { return kvist::kernels().isa; });
-    m.def("sum_words", &sum_words, "words"_a, "num_threads"_a);
     m.def("read_rates", &read_rates, "buffer_bytes"_a, "passes"_a, "num_threads"_a);
     m.def("page_layout", &page_layout);
     m.def("takes_head_dim", &takes_head_dim, "format"_a, "head_dim"_a);
@@ -153,6 +142,7 @@ NB_MODULE(_native, m) {
     m.def("scalar_place", &scalar_place, "format"_a, "slot"_a, "group"_a, "scalar"_a);
     kvist::bind_pages(m);
     kvist::bind_append();
+    kvist::bind_attention();
     kvist::bind_linear(m);
     kvist::bind_layer(m);
 }

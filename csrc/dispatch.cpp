@@ -46,8 +46,8 @@ constexpr Feature kSse3{1, 0, kEcx, 0}, kSsse3{1, 0, kEcx, 9}, kFma{1, 0, kEcx, 
     kSse41{1, 0, kEcx, 19}, kSse42{1, 0, kEcx, 20}, kMovbe{1, 0, kEcx, 22}, kPopcnt{1, 0, kEcx, 23},
     kOsxsave{1, 0, kEcx, 27}, kAvx{1, 0, kEcx, 28}, kF16c{1, 0, kEcx, 29}, kBmi1{7, 0, kEbx, 3}, kAvx2{7, 0, kEbx, 5},
     kBmi2{7, 0, kEbx, 8}, kAvx512f{7, 0, kEbx, 16}, kAvx512dq{7, 0, kEbx, 17}, kAvx512cd{7, 0, kEbx, 28},
-    kAvx512bw{7, 0, kEbx, 30}, kAvx512vl{7, 0, kEbx, 31}, kAvx512vnni{7, 0, kEcx, 11}, kAvx512bf16{7, 1, kEax, 5},
-    kLahf{0x80000001, 0, kEcx, 0}, kLzcnt{0x80000001, 0, kEcx, 5};
+    kAvx512bw{7, 0, kEbx, 30}, kAvx512vl{7, 0, kEbx, 31}, kAvx512vnni{7, 0, kEcx, 11}, kLahf{0x80000001, 0, kEcx, 0},
+    kLzcnt{0x80000001, 0, kEcx, 5};
 
 // Register files that the operating system saves at a task switch, as bits of XCR0: where it does not, an instruction
 // that the CPU has faults all the same.
@@ -73,7 +73,7 @@ bool system_saves(unsigned register_files) {
     return (low & register_files) == register_files;
 }
 
-// What `-march=x86-64-v2`, `-v3` and `-v4` plus VNNI and BF16 let the compiler use: see CMakeLists.txt.
+// What `-march=x86-64-v2`, `-v3` and `-v4` plus VNNI let the compiler use: see CMakeLists.txt.
 bool runs_baseline() { return has_all({kSse3, kSsse3, kSse41, kSse42, kPopcnt, kCx16, kLahf}); }
 
 bool runs_avx2() {
@@ -83,7 +83,7 @@ bool runs_avx2() {
 
 bool runs_avx512() {
     return runs_avx2() && system_saves(kXmmYmmOpmaskZmm) &&
-           has_all({kAvx512f, kAvx512bw, kAvx512cd, kAvx512dq, kAvx512vl, kAvx512vnni, kAvx512bf16});
+           has_all({kAvx512f, kAvx512bw, kAvx512cd, kAvx512dq, kAvx512vl, kAvx512vnni});
 }
 
 #endif

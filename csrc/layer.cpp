@@ -3,9 +3,10 @@
 #include <algorithm>
 #include <chrono>
 
-#include "append_bindings.h"
+#include "append.h"
 #include "attention_plan.h"
 #include "dispatch.h"
+#include "lines.h"
 #include "linear_products.h"
 #include "parallel.h"
 #include "scratch_memory.h"

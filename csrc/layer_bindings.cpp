@@ -19,30 +19,9 @@ namespace kvist {
 
 namespace {
 
-constexpr std::int64_t kMostThreads = 1024;
 constexpr const char* kMatrixNames[] = {"q", "k", "v", "o", "gate", "up", "down"};
 
 std::string text(std::size_t value) { return std::to_string(value); }
-
-// Steps pass here: messages are only made where they are needed.
-float* check_rows(const char* name, const AnyArray& array, std::size_t num_dims) {
-    const auto fail = [&](const std::string& what) { check(false, std::string(name) + " " + what); };
-    if (array.device_type() != nb::device::cpu::value) fail("must be on the CPU");
-    if (array.dtype() != nb::dtype<float>()) fail("must have dtype float32");
-    if (array.ndim() != num_dims) fail("has " + text(array.ndim()) + " dimensions: it must have " + text(num_dims));
-    std::int64_t stride = 1;
-    for (std::size_t i = num_dims; i-- > 0;) {
-        if (array.shape(i) > 1 && array.size() > 0 && array.stride(i) != stride) fail("must be contiguous");
-        stride *= static_cast<std::int64_t>(array.shape(i));
-    }
-    if (reinterpret_cast<std::uintptr_t>(array.data()) % alignof(float) != 0) fail("must be aligned to 4 bytes");
-    return static_cast<float*>(const_cast<void*>(array.data()));
-}
-
-bool overlap(const AnyArray& a, const AnyArray& b) {
-    const auto start = [](const AnyArray& array) { return reinterpret_cast<std::uintptr_t>(array.data()); };
-    return start(a) < start(b) + b.nbytes() && start(b) < start(a) + a.nbytes();
-}
 
 float check_eps(double eps) {
     const auto fits = static_cast<float>(eps);
@@ -61,13 +40,12 @@ Activation activation_named(const std::string& name) {
 HiddenRows::HiddenRows(const nb::ndarray<>& x, AnyArray cos, AnyArray sin)
     : x_(x), cos_(std::move(cos)), sin_(std::move(sin)) {
     const AnyArray written(x_);
-    states_ = {check_rows("x", written, 2), check_rows("cos", cos_, 3), check_rows("sin", sin_, 3), x_.shape(0)};
+    check_floats("x", written, 2);
+    states_ = {static_cast<float*>(x_.data()), check_floats("cos", cos_, 3), check_floats("sin", sin_, 3), x_.shape(0)};
     const auto check_table = [&](const char* name, const AnyArray& table) {
-        check(table.shape(0) == x_.shape(0) && table.shape(1) == 1 && table.shape(2) == cos_.shape(2), [&] {
-            return std::string(name) + " has the shape [" + text(table.shape(0)) + ", " + text(table.shape(1)) + ", " +
-                   text(table.shape(2)) + "]: it must be [" + text(x_.shape(0)) + ", 1, " + text(cos_.shape(2)) + "]";
-        });
-        check(!overlap(written, table), [&] { return std::string("x and ") + name + " must not overlap"; });
+        check_shape(name, table, {x_.shape(0), 1, cos_.shape(2)});
+        check(!extent(written).overlaps(extent(table)),
+              [&] { return std::string("x and ") + name + " must not overlap"; });
     };
     check_table("cos", cos_);
     check_table("sin", sin_);
@@ -79,17 +57,20 @@ void HiddenRows::norm(const AnyArray& multiplier, double eps, const nb::ndarray<
     check(multiplier.shape(0) == embed_dim(), [&] {
         return "multiplier has " + text(multiplier.shape(0)) + " elements: it must have " + text(embed_dim());
     });
-    const AnyArray written(out), x(x_);
-    float* to = check_rows("out", written, 2);
-    check(out.shape(0) == x.shape(0) && out.shape(1) == x.shape(1), [&] {
-        return "out has the shape [" + text(out.shape(0)) + ", " + text(out.shape(1)) + "]: it must be [" +
-               text(x.shape(0)) + ", " + text(x.shape(1)) + "]";
-    });
-    check(!overlap(written, x) && !overlap(written, multiplier), "out must not overlap x and multiplier");
+    const AnyArray written(out);
+    check_floats_of("out", written, {x_.shape(0), x_.shape(1)});
+    check(!extent(written).overlaps(extent(AnyArray(x_))) && !extent(written).overlaps(extent(multiplier)),
+          "out must not overlap x and multiplier");
     const float fits = check_eps(eps);
-    check_between("num_threads", num_threads, 1, kMostThreads);
+    const int threads = check_threads(num_threads);
     nb::gil_scoped_release release;
-    run_norm(states_, embed_dim(), norm, fits, to, static_cast<int>(num_threads));
+    run_norm(states_, embed_dim(), norm, fits, static_cast<float*>(out.data()), threads);
+}
+
+void HiddenRows::check_apart(const PageStep& step) const {
+    step.check_apart("x", AnyArray(x_));
+    step.check_apart("cos", cos_);
+    step.check_apart("sin", sin_);
 }
 
 DecoderLayer::DecoderLayer(std::vector<nb::object> matrices, const std::vector<std::optional<AnyArray>>& biases,
@@ -175,6 +156,7 @@ const AttentionPlan* DecoderLayer::plan(PageStep& step, const PageLayer& pages, 
         return "the layer's window is " + std::to_string(window) + ": that of the step is " +
                std::to_string(step.window());
     });
+    hidden.check_apart(step);
     if (hidden.states().num_rows == 0) return nullptr;
     return &step.plan(layer_.num_heads / layer_.num_kv_heads, layer_.num_kv_heads, window);
 }
@@ -185,7 +167,7 @@ using LayerCall = std::tuple<const DecoderLayer*, PageStep*, const PageLayer*, c
 
 void run_layers(const std::vector<LayerCall>& calls, std::int64_t num_threads,
                 const std::optional<nb::ndarray<>>& stage_ns) {
-    check_between("num_threads", num_threads, 1, kMostThreads);
+    const int threads = check_threads(num_threads);
     std::int64_t* stages = nullptr;
     if (stage_ns.has_value()) {
         check_vector<std::int64_t>("stage_ns", AnyArray(*stage_ns), "int64");
@@ -204,8 +186,7 @@ void run_layers(const std::vector<LayerCall>& calls, std::int64_t num_threads,
     for (std::size_t i = 0; i < calls.size(); ++i) {
         const auto& [layer, step, pages, hidden] = calls[i];
         if (plans[i] == nullptr) continue;
-        run_layer(layer->layer(), step->pages(), pages->pages(), *plans[i], hidden->states(),
-                  static_cast<int>(num_threads), stages);
+        run_layer(layer->layer(), step->pages(), pages->pages(), *plans[i], hidden->states(), threads, stages);
     }
 }
 

@@ -24,6 +24,9 @@ public:
     // out: [T, E] float32, contiguous: the rows normed, and multiplied by `multiplier` [E].
     void norm(const AnyArray& multiplier, double eps, const nanobind::ndarray<>& out, std::int64_t num_threads) const;
 
+    // Whether the arrays lie apart from the pages of a step.
+    void check_apart(const PageStep& step) const;
+
     const HiddenStates& states() const { return states_; }
     std::size_t embed_dim() const { return x_.shape(1); }
     std::size_t head_dim() const { return cos_.shape(2); }

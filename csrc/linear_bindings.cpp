@@ -16,9 +16,7 @@ namespace kvist {
 
 namespace {
 
-constexpr std::int64_t kMostThreads = 1024;
 constexpr std::int64_t kMostRows = std::int64_t{1} << 40;
-constexpr nb::dlpack::dtype kBf16{static_cast<std::uint8_t>(nb::dlpack::dtype_code::Bfloat), 16, 1};
 
 Weights weights_named(const std::string& name) {
     for (std::size_t i = 0; i < std::size(kWeightFormats); ++i) {
@@ -27,30 +25,18 @@ Weights weights_named(const std::string& name) {
     throw nb::value_error(("format is '" + name + "': that is no format of weights").c_str());
 }
 
-// Every product passes here: messages are only made where they are needed.
 void check_rows(const char* name, const AnyArray& array, std::size_t columns) {
-    const auto fail = [&](const std::string& what) { check(false, std::string(name) + " " + what); };
-    if (array.device_type() != nb::device::cpu::value) fail("must be on the CPU");
-    const bool is_float = array.dtype() == nb::dtype<float>();
-    if (!is_float && array.dtype() != kBf16) fail("must have dtype float32 or bfloat16");
-    if (array.ndim() != 2) fail("has " + std::to_string(array.ndim()) + " dimensions: it must have 2");
-    if (array.shape(1) != columns) {
-        fail("has " + std::to_string(array.shape(1)) + " columns: it must have " + std::to_string(columns));
-    }
-    if (columns > 1 && array.stride(1) != 1) fail("must have contiguous columns");
-    if (array.shape(0) > 1 && array.stride(0) < 0) fail("must not have negative strides");
-    if (reinterpret_cast<std::uintptr_t>(array.data()) % (is_float ? 4 : 2) != 0) fail("must be aligned");
+    check_numbers(name, array, 2);
+    check(array.shape(1) == columns, [&] {
+        return std::string(name) + " has " + std::to_string(array.shape(1)) + " columns: it must have " +
+               std::to_string(columns);
+    });
+    check(array.shape(0) < 2 || array.stride(0) >= 0,
+          [&] { return std::string(name) + " must not have negative strides"; });
 }
 
 std::size_t row_stride(const AnyArray& array) {
     return array.shape(0) > 1 ? static_cast<std::size_t>(array.stride(0)) : 0;
-}
-
-// The bytes from an array's first element to behind its last.
-std::pair<std::uintptr_t, std::uintptr_t> extent(const AnyArray& array) {
-    const auto start = reinterpret_cast<std::uintptr_t>(array.data());
-    const std::size_t elements = (array.shape(0) - 1) * row_stride(array) + array.shape(1);
-    return {start, start + elements * (array.dtype().bits / 8u)};
 }
 
 void apply(const LinearWeight& weight, const AnyArray& x, const nb::ndarray<>& out, std::int64_t num_threads) {
@@ -62,16 +48,14 @@ void apply(const LinearWeight& weight, const AnyArray& x, const nb::ndarray<>& o
         return "out has " + std::to_string(out.shape(0)) + " rows: it must have the " + std::to_string(x.shape(0)) +
                " of x";
     });
-    check_between("num_threads", num_threads, 1, kMostThreads);
+    const int threads = check_threads(num_threads);
     if (x.shape(0) == 0) return;
     check(out.shape(0) < 2 || row_stride(written) >= out.shape(1), "out must not overlap itself");
-    const auto [x_start, x_stop] = extent(x);
-    const auto [out_start, out_stop] = extent(written);
-    check(x_stop <= out_start || out_stop <= x_start, "x and out must not overlap");
-    const Product product{&matrix, {out.data(), row_stride(written), out.dtype() == kBf16}};
-    const InputRows rows{x.data(), row_stride(x), x.dtype() == kBf16};
+    check(!extent(written).overlaps(extent(x)), "x and out must not overlap");
+    const Product product{&matrix, {out.data(), row_stride(written), is_bf16(written)}};
+    const InputRows rows{x.data(), row_stride(x), is_bf16(x)};
     nb::gil_scoped_release release;
-    run_products(&product, 1, rows, x.shape(0), static_cast<int>(num_threads));
+    run_products(&product, 1, rows, x.shape(0), threads);
 }
 
 float half_to_float(std::uint16_t half) {
@@ -118,7 +102,7 @@ void decode_rows(const LinearWeight& weight, const AnyArray& rows, const nb::nda
     const auto* indices = check_vector<std::int64_t>("rows", rows, "int64");
     const AnyArray written(out);
     check_rows("out", written, matrix.num_groups * kGroupColumns);
-    check(out.dtype() == nb::dtype<float>(), "out must have dtype float32");
+    check(is_float(written), "out must have dtype float32");
     check(out.shape(0) == rows.shape(0), [&] {
         return "out has " + std::to_string(out.shape(0)) + " rows: it must have " + std::to_string(rows.shape(0));
     });
@@ -146,15 +130,13 @@ LinearWeight::LinearWeight(const std::string& format, std::int64_t num_rows, std
     });
     matrix_.num_rows = static_cast<std::size_t>(num_rows);
     matrix_.num_groups = static_cast<std::size_t>(num_columns) / kGroupColumns;
-    check(data_.device_type() == nb::device::cpu::value, "data must be on the CPU");
-    check(data_.dtype() == nb::dtype<std::uint8_t>(), "data must have dtype uint8");
-    check(data_.ndim() == 2 && data_.shape(0) == num_tiles(matrix_) && data_.shape(1) == tile_bytes(matrix_), [&] {
+    check_array("data", data_, 2, data_.dtype() == nb::dtype<std::uint8_t>(), "uint8");
+    check(data_.shape(0) == num_tiles(matrix_) && data_.shape(1) == tile_bytes(matrix_), [&] {
         return "data must have the shape [" + std::to_string(num_tiles(matrix_)) + ", " +
                std::to_string(tile_bytes(matrix_)) + "] for " + format + " weights of " + std::to_string(num_rows) +
                " rows and " + std::to_string(num_columns) + " columns";
     });
-    check(data_.stride(1) == 1 &&
-              (data_.shape(0) < 2 || data_.stride(0) == static_cast<std::int64_t>(tile_bytes(matrix_))),
+    check(data_.shape(0) < 2 || data_.stride(0) == static_cast<std::int64_t>(tile_bytes(matrix_)),
           "data must be contiguous");
     check(reinterpret_cast<std::uintptr_t>(data_.data()) % kTileLineBytes == 0, "data must be aligned to 64 bytes");
     matrix_.data = static_cast<const std::uint8_t*>(data_.data());

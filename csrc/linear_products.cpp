@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "dispatch.h"
+#include "lines.h"
 #include "parallel.h"
 #include "scratch_memory.h"
 
@@ -17,8 +18,6 @@ constexpr std::size_t kLeastSliceRows = 48;
 // Numbers of the input, and products, below which waking other threads costs more than it saves.
 constexpr std::size_t kLeastInputToShare = std::size_t{1} << 14;
 constexpr std::size_t kLeastProductsToShare = std::size_t{1} << 17;
-
-constexpr std::size_t whole_lines(std::size_t bytes) { return (bytes + 63) / 64 * 64; }
 
 struct Job {
     const KernelTable& table;

@@ -18,18 +18,11 @@ namespace kvist {
 
 namespace {
 
-constexpr std::int64_t kMostThreads = 1024;
 constexpr std::int64_t kMostKvHeads = 1 << 16;
 constexpr std::int64_t kMostTokens = std::int64_t{1} << 40;
 constexpr auto kSlots = static_cast<std::int64_t>(kPageSlots);
 
 std::string number(std::int64_t value) { return std::to_string(value); }
-
-std::string shape_of(const AnyArray& array) {
-    std::string text = "[";
-    for (std::size_t i = 0; i < array.ndim(); ++i) text += (i ? ", " : "") + std::to_string(array.shape(i));
-    return text + "]";
-}
 
 Storage storage_named(const char* side, const std::string& name) {
     for (std::size_t i = 0; i < std::size(kStorageFormats); ++i) {
@@ -40,38 +33,10 @@ Storage storage_named(const char* side, const std::string& name) {
 
 const StorageFormat& format_of(Storage storage) { return kStorageFormats[static_cast<std::size_t>(storage)]; }
 
-void check_on_cpu(const char* name, const AnyArray& array) {
-    check(array.device_type() == nb::device::cpu::value, [&] { return std::string(name) + " must be on the CPU"; });
-}
-
-// A contiguous float32 array of a shape.
-const float* check_floats(const char* name, const AnyArray& array, const std::vector<std::size_t>& shape) {
-    check_on_cpu(name, array);
-    check(array.dtype() == nb::dtype<float>(), [&] { return std::string(name) + " must have dtype float32"; });
-    std::string wanted = "[";
-    bool fits = array.ndim() == shape.size();
-    for (std::size_t i = 0; i < shape.size(); ++i) {
-        wanted += (i ? ", " : "") + std::to_string(shape[i]);
-        fits = fits && array.shape(i) == shape[i];
-    }
-    check(fits,
-          [&] { return std::string(name) + " has the shape " + shape_of(array) + ": it must be " + wanted + "]"; });
-    std::int64_t stride = 1;
-    for (std::size_t i = shape.size(); i-- > 0;) {
-        check(shape[i] < 2 || array.stride(i) == stride, [&] { return std::string(name) + " must be contiguous"; });
-        stride *= static_cast<std::int64_t>(shape[i]);
-    }
-    check(reinterpret_cast<std::uintptr_t>(array.data()) % alignof(float) == 0,
-          [&] { return std::string(name) + " must be aligned to 4 bytes"; });
-    return static_cast<const float*>(array.data());
-}
-
-void copy_floats(const char* name, const AnyArray& array, const std::vector<std::size_t>& shape,
+void copy_floats(const char* name, const AnyArray& array, std::initializer_list<std::size_t> shape,
                  std::vector<float>& to) {
-    const float* from = check_floats(name, array, shape);
-    std::size_t count = 1;
-    for (std::size_t size : shape) count *= size;
-    to.assign(from, from + count);
+    const float* from = check_floats_of(name, array, shape);
+    to.assign(from, from + array.size());
 }
 
 }  // namespace
@@ -114,9 +79,8 @@ PageLayer::PageLayer(const std::string& keys, const std::string& values, std::in
     if (!key_offset.has_value()) return;
     check(is_quantised(pages_.keys), "keys of " + keys + " are coded as they are: they take no offset and scale");
     check(dims % 2 == 0, "head_dim is " + number(head_dim) + ": keys with an offset have planes of two dims");
-    const std::vector<std::size_t> shape{pages_.num_kv_heads, dims};
-    copy_floats("key_offset", *key_offset, shape, key_offset_);
-    copy_floats("key_scale", *key_scale, shape, key_scale_);
+    copy_floats("key_offset", *key_offset, {pages_.num_kv_heads, dims}, key_offset_);
+    copy_floats("key_scale", *key_scale, {pages_.num_kv_heads, dims}, key_scale_);
     pages_.key_offset = key_offset_.data();
     pages_.key_scale = key_scale_.data();
     if (pages_.keys != Storage::kInt4) return;
@@ -131,13 +95,11 @@ PageStep::PageStep(const nb::ndarray<>& pool, std::int64_t page_bytes, std::vect
                    const std::vector<AnyArray>& page_tables, std::vector<AnyArray> turns,
                    std::optional<std::int64_t> window)
     : pool_(pool), turn_arrays_(std::move(turns)) {
-    check_on_cpu("pool", AnyArray(pool));
-    check(pool.dtype() == nb::dtype<std::uint8_t>(), "pool must have dtype uint8");
-    check(pool.ndim() == 2, "pool has " + std::to_string(pool.ndim()) + " dimensions: it must have 2");
+    check_array("pool", AnyArray(pool), 2, pool.dtype() == nb::dtype<std::uint8_t>(), "uint8");
+    pool_extent_ = extent(AnyArray(pool));
     check_between("page_bytes", page_bytes, 1, std::numeric_limits<std::int64_t>::max());
     check(static_cast<std::int64_t>(pool.shape(1)) >= page_bytes,
           "pool has rows of " + std::to_string(pool.shape(1)) + " bytes: a page has " + number(page_bytes));
-    check(pool.shape(1) < 2 || pool.stride(1) == 1, "pool must have contiguous rows");
     const std::int64_t stride = pool.shape(0) < 2 ? static_cast<std::int64_t>(pool.shape(1)) : pool.stride(0);
     check(pool.shape(0) < 2 || (stride >= page_bytes && stride % static_cast<std::int64_t>(kLineBytes) == 0),
           "pool has rows that are " + number(stride) + " bytes apart: it must be a multiple of 64, a page at least");
@@ -210,9 +172,9 @@ PageStep::PageStep(const nb::ndarray<>& pool, std::int64_t page_bytes, std::vect
     }
 
     for (const AnyArray& table : turn_arrays_) {
-        check(table.ndim() == 3,
-              "a table of turns has " + std::to_string(table.ndim()) + " dimensions: it must have 3");
-        const float* data = check_floats("a table of turns", table, {table.shape(0), 2, table.shape(2)});
+        const float* data = check_floats("a table of turns", table, 3);
+        check_shape("a table of turns", table, {table.shape(0), 2, table.shape(2)});
+        check_apart("a table of turns", table);
         turns_.push_back({data, table.shape(0), table.shape(2)});
     }
 
@@ -223,6 +185,11 @@ PageStep::PageStep(const nb::ndarray<>& pool, std::int64_t page_bytes, std::vect
     pages_.num_turns = turns_.size();
     pages_.row_positions = row_positions_.data();
     pages_.row_pages = row_pages_.data();
+}
+
+void PageStep::check_apart(const char* name, const AnyArray& array) const {
+    check(!extent(array).overlaps(pool_extent_),
+          [&] { return std::string(name) + " and the pool must not overlap"; });
 }
 
 void PageStep::check_layer(const PageLayer& layer) const {
@@ -247,100 +214,6 @@ void PageStep::check_layer(const PageLayer& layer) const {
     });
 }
 
-namespace {
-
-// [T, H, D] of bf16 or fp32, dims contiguous; T and D as the step and the layer have them.
-void check_heads(const char* name, const AnyArray& array, const StepPages& step, const LayerPages& layer) {
-    const std::string prefix = std::string(name) + " ";
-    check_on_cpu(name, array);
-    const bool is_float = array.dtype() == nb::dtype<float>();
-    const nb::dlpack::dtype dtype = array.dtype();
-    const bool is_bf16 =
-        dtype.code == static_cast<std::uint8_t>(nb::dlpack::dtype_code::Bfloat) && dtype.bits == 16 && dtype.lanes == 1;
-    check(is_float || is_bf16, [&] { return prefix + "must have dtype bfloat16 or float32"; });
-    check(array.ndim() == 3 && array.shape(0) == step.num_tokens && array.shape(2) == layer.head_dim, [&] {
-        return prefix + "has the shape " + shape_of(array) + ": it must be [" + std::to_string(step.num_tokens) +
-               ", H, " + std::to_string(layer.head_dim) + "]";
-    });
-    check(array.shape(1) > 0 && array.shape(1) % layer.num_kv_heads == 0, [&] {
-        return prefix + "has " + std::to_string(array.shape(1)) + " heads: it must be a multiple of the " +
-               std::to_string(layer.num_kv_heads) + " KV heads";
-    });
-    check(layer.head_dim < 2 || array.stride(2) == 1, [&] { return prefix + "must have contiguous dims"; });
-    check(reinterpret_cast<std::uintptr_t>(array.data()) % (is_float ? 4 : 2) == 0,
-          [&] { return prefix + "must be aligned"; });
-}
-
-// Whether no two elements of [T, H, D] share memory: the vectors of the nearer dimension lie within the farther's
-// steps.
-bool is_apart(const nb::ndarray<>& array) {
-    std::size_t near = 1, far = 0;
-    if (array.shape(0) > 1 && (array.shape(1) < 2 || array.stride(0) < array.stride(1))) std::swap(near, far);
-    const auto dims = static_cast<std::int64_t>(array.shape(2)), count = static_cast<std::int64_t>(array.shape(near));
-    if (count > 1 && array.stride(near) < dims) return false;
-    return array.shape(far) < 2 || array.stride(far) >= (count > 1 ? (count - 1) * array.stride(near) : 0) + dims;
-}
-
-// The bytes from an array's first element to behind its last, given strides that are not negative.
-std::pair<std::uintptr_t, std::uintptr_t> extent(const AnyArray& array) {
-    std::uintptr_t last = 0;
-    for (std::size_t i = 0; i < array.ndim(); ++i) {
-        last += (array.shape(i) - 1) * static_cast<std::uintptr_t>(array.stride(i));
-    }
-    const std::uintptr_t item = array.dtype().bits / 8u;
-    const auto start = reinterpret_cast<std::uintptr_t>(array.data());
-    return {start, start + (last + 1) * item};
-}
-
-void attend(PageStep& step, const PageLayer& layer, const AnyArray& q, const nb::ndarray<>& out, double scale,
-            std::optional<std::int64_t> window, std::optional<double> softcap, const std::optional<AnyArray>& sinks,
-            std::int64_t num_threads) {
-    const StepPages& pages = step.pages();
-    step.check_layer(layer);
-    const AnyArray written(out);
-    check_heads("q", q, pages, layer.pages());
-    check_heads("out", written, pages, layer.pages());
-    check(q.dtype() == out.dtype() && q.shape(1) == out.shape(1), "q and out must have the same shape and dtype");
-    check_between("num_threads", num_threads, 1, kMostThreads);
-    const std::int64_t sees = window.value_or(step.window());
-    check(sees >= 1 && sees <= step.window(), [&] {
-        return "window is " + number(sees) + ": it must be from 1 to the " + number(step.window()) + " of the step";
-    });
-    const auto fits = static_cast<float>(scale);
-    check(fits - fits == 0, "scale must be finite");
-    const auto cap = static_cast<float>(softcap.value_or(0));
-    check(!softcap.has_value() || (cap > 0 && cap - cap == 0), "softcap must be positive and finite");
-    if (pages.num_tokens == 0) return;
-    for (std::size_t i = 0; i < 2; ++i) {
-        check(q.stride(i) >= 0 && out.stride(i) >= 0, "q and out must not have negative strides");
-    }
-    check(is_apart(out), "out must not overlap itself");
-    const auto [q_start, q_stop] = extent(q);
-    const auto [out_start, out_stop] = extent(written);
-    check(q_stop <= out_start || out_stop <= q_start, "q and out must not overlap");
-    AttentionTask task{};
-    task.layer = &layer.pages();
-    task.step = &pages;
-    task.num_heads = q.shape(1);
-    task.group_size = q.shape(1) / layer.pages().num_kv_heads;
-    task.is_bf16 = q.dtype() != nb::dtype<float>();
-    task.q = q.data();
-    task.q_token_stride = static_cast<std::size_t>(q.stride(0));
-    task.q_head_stride = static_cast<std::size_t>(q.stride(1));
-    task.out = out.data();
-    task.out_token_stride = static_cast<std::size_t>(out.stride(0));
-    task.out_head_stride = static_cast<std::size_t>(out.stride(1));
-    task.scale = fits;
-    task.softcap = cap;
-    if (sinks.has_value()) task.sinks = check_floats("sinks", *sinks, {task.num_heads});
-    task.window = sees;
-    const AttentionPlan& plan = step.plan(task.group_size, layer.pages().num_kv_heads, sees);
-    nb::gil_scoped_release release;
-    run_attention(plan, task, static_cast<int>(num_threads));
-}
-
-}  // namespace
-
 const AttentionPlan& PageStep::plan(std::size_t group_size, std::size_t num_kv_heads, std::int64_t window) {
     for (const auto& plan : plans_) {
         if (plan->group_size == group_size && plan->num_kv_heads == num_kv_heads && plan->window == window)
@@ -362,9 +235,7 @@ void bind_pages(nb::module_& m) {
                       std::vector<std::int64_t>, const std::vector<AnyArray>&, std::vector<AnyArray>,
                       std::optional<std::int64_t>>(),
              "pool"_a, "page_bytes"_a, "num_tokens"_a, "first_positions"_a, "first_numbers"_a, "page_tables"_a,
-             "turns"_a, "window"_a = nb::none())
-        .def("attend", &attend, "layer"_a, "q"_a, "out"_a, nb::kw_only(), "scale"_a, "window"_a = nb::none(),
-             "softcap"_a = nb::none(), "sinks"_a = nb::none(), "num_threads"_a);
+             "turns"_a, "window"_a = nb::none());
 }
 
 }  // namespace kvist

@@ -47,12 +47,16 @@ public:
     // Whether the layer lies in this step's pages and its table of turns is there and long enough.
     void check_layer(const PageLayer& layer) const;
 
+    // Whether an array and the pool lie apart: what is written to one would change the other.
+    void check_apart(const char* name, const AnyArray& array) const;
+
     // How attention is divided; kept, since the layers of a step are alike. The GIL must be held.
     const AttentionPlan& plan(std::size_t group_size, std::size_t num_kv_heads, std::int64_t window);
 
 private:
     StepPages pages_{};
     nanobind::ndarray<> pool_;
+    Extent pool_extent_;
     std::vector<AnyArray> turn_arrays_;
     std::vector<TurnTable> turns_;
     std::vector<SpanPages> spans_;

@@ -88,6 +88,9 @@ constexpr bool takes_head_dim(const StorageFormat& format, std::size_t head_dim)
     return head_dim > 0 && head_dim <= kMostHeadDim && head_dim % format.codes_per_lane() == 0;
 }
 
+// A head in whole lines of one dim to a lane.
+constexpr std::size_t padded_dims(std::size_t head_dim) { return (head_dim + kLanes - 1) / kLanes * kLanes; }
+
 // What is added to an int8 key's code: instructions that multiply bytes take the unsigned factor from memory there.
 constexpr int kInt8KeyBias = 128;
 
@@ -127,7 +130,7 @@ constexpr std::size_t key_code_bytes(const StorageFormat& format, std::size_t he
 }
 
 constexpr std::size_t value_code_bytes(const StorageFormat& format, std::size_t head_dim) {
-    return (head_dim + kLanes - 1) / kLanes * (kPageSlots / format.codes_per_lane()) * kLineBytes;
+    return padded_dims(head_dim) / kLanes * (kPageSlots / format.codes_per_lane()) * kLineBytes;
 }
 
 constexpr std::size_t scale_bytes(const StorageFormat& format, std::size_t head_dim) {

@@ -12,7 +12,11 @@ namespace kvist {
 // The index of a format in `kStorageFormats` of page_layout.h.
 enum class Storage : std::uint8_t { kFp32, kBf16, kInt8, kInt4 };
 
+namespace {  // internal linkage: the kernels include this too, and must share nothing between instruction sets
+
 constexpr bool is_quantised(Storage storage) { return storage == Storage::kInt8 || storage == Storage::kInt4; }
+
+}  // namespace
 
 // One layer in the pages of its group, and what its quantised keys are coded with. Made once with the cache.
 struct LayerPages {

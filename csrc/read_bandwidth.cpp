@@ -82,13 +82,14 @@ void sum_part(void* context, int part, int parts) {
     job.total += job.table.sum_words(job.words + run.begin, run.end - run.begin);
 }
 
-}  // namespace
-
-std::uint64_t parallel_sum_words(const KernelTable& table, const std::uint64_t* words, std::size_t count, int num_threads) {
+// The sum of all words modulo 2^64, each thread reading a run of its own.
+std::uint64_t sum_words(const KernelTable& table, const std::uint64_t* words, std::size_t count, int num_threads) {
     SumJob job{table, words, count};
     run_parallel(num_threads, sum_part, &job);
     return job.total;
 }
+
+}  // namespace
 
 std::vector<double> read_rates(const KernelTable& table, std::size_t buffer_bytes, int passes, int num_threads) {
     const std::size_t count = buffer_bytes / sizeof(std::uint64_t);
@@ -100,7 +101,7 @@ std::vector<double> read_rates(const KernelTable& table, std::size_t buffer_byte
     std::vector<double> rates;
     for (int pass = 0; pass < passes; ++pass) {
         const auto start = std::chrono::steady_clock::now();
-        const std::uint64_t total = parallel_sum_words(table, buffer.words(), count, num_threads);
+        const std::uint64_t total = sum_words(table, buffer.words(), count, num_threads);
         const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
         if (total != expected) throw std::runtime_error("the read-bandwidth probe did not read what it wrote");
         rates.push_back(static_cast<double>(count * sizeof(std::uint64_t)) / elapsed.count());

@@ -7,13 +7,28 @@
 
 #if defined(KVIST_ISA_AVX512) || defined(KVIST_ISA_AVX2) || defined(KVIST_ISA_BASELINE)
 // GCC 12 takes what these headers leave undefined on purpose for a mistake.
+#if !defined(__clang__)
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC diagnostic ignored "-Wuninitialized"
+#endif
 #include <immintrin.h>
+#if !defined(__clang__)
 #pragma GCC diagnostic pop
+#endif
 #elif !defined(KVIST_ISA_GENERIC)
 #error "compile the kernels through CMakeLists.txt, which defines one KVIST_ISA_* for each instruction set"
+#endif
+
+// `Words`: as many numbers of 8 bytes as a register holds. Parts: one register of 4-byte lanes.
+#if defined(KVIST_ISA_AVX512)
+#include "simd_avx512.h"
+#elif defined(KVIST_ISA_AVX2)
+#include "simd_avx2.h"
+#elif defined(KVIST_ISA_BASELINE)
+#include "simd_baseline.h"
+#else
+#include "simd_generic.h"
 #endif
 
 // For what a call would cost too much: all vectors of a loop would go through memory.
@@ -22,299 +37,7 @@
 namespace kvist::KVIST_ISA {
 namespace {  // internal linkage: these must not be shared between instruction sets
 
-#if defined(KVIST_ISA_AVX512)
-
-struct Words {
-    static constexpr std::size_t kLanes = 8;
-    __m512i v;
-
-    static Words zero() { return {_mm512_setzero_si512()}; }
-    static Words load(const std::uint64_t* from) { return {_mm512_loadu_si512(from)}; }
-    void store(std::uint64_t* to) const { _mm512_storeu_si512(to, v); }
-    friend Words operator+(Words a, Words b) { return {_mm512_add_epi64(a.v, b.v)}; }
-};
-
-#elif defined(KVIST_ISA_AVX2)
-
-struct Words {
-    static constexpr std::size_t kLanes = 4;
-    __m256i v;
-
-    static Words zero() { return {_mm256_setzero_si256()}; }
-    static Words load(const std::uint64_t* from) {
-        return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))};
-    }
-    void store(std::uint64_t* to) const { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), v); }
-    friend Words operator+(Words a, Words b) { return {_mm256_add_epi64(a.v, b.v)}; }
-};
-
-#elif defined(KVIST_ISA_BASELINE)
-
-struct Words {
-    static constexpr std::size_t kLanes = 2;
-    __m128i v;
-
-    static Words zero() { return {_mm_setzero_si128()}; }
-    static Words load(const std::uint64_t* from) { return {_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))}; }
-    void store(std::uint64_t* to) const { _mm_storeu_si128(reinterpret_cast<__m128i*>(to), v); }
-    friend Words operator+(Words a, Words b) { return {_mm_add_epi64(a.v, b.v)}; }
-};
-
-#else
-
-// Plain loops, which compilers turn into whatever vectors the architecture always has.
-struct Words {
-    static constexpr std::size_t kLanes = 2;
-    std::uint64_t v[kLanes];
-
-    static Words zero() { return {{0, 0}}; }
-    static Words load(const std::uint64_t* from) { return {{from[0], from[1]}}; }
-    void store(std::uint64_t* to) const {
-        for (std::size_t i = 0; i < kLanes; ++i) to[i] = v[i];
-    }
-    friend Words operator+(Words a, Words b) { return {{a.v[0] + b.v[0], a.v[1] + b.v[1]}}; }
-};
-
-#endif
-
-// --- lines: 16 lanes of 4 bytes, in as many registers as the instruction set needs
-// -------------------------------------
-//
-// A part is one register. The operations on parts come first, one block per instruction set; those on lines, below, are
-// the same for all.
-
-#if defined(KVIST_ISA_AVX512)
-
-using FloatPart = __m512;
-using IntPart = __m512i;
-constexpr std::size_t kPartLanes = 16;
-
-inline FloatPart float_load(const float* from) { return _mm512_loadu_ps(from); }
-inline void float_store(float* to, FloatPart a) { _mm512_storeu_ps(to, a); }
-inline FloatPart float_all(float a) { return _mm512_set1_ps(a); }
-inline FloatPart float_add(FloatPart a, FloatPart b) { return _mm512_add_ps(a, b); }
-inline FloatPart float_sub(FloatPart a, FloatPart b) { return _mm512_sub_ps(a, b); }
-inline FloatPart float_mul(FloatPart a, FloatPart b) { return _mm512_mul_ps(a, b); }
-inline FloatPart float_div(FloatPart a, FloatPart b) { return _mm512_div_ps(a, b); }
-inline FloatPart float_max(FloatPart a, FloatPart b) { return _mm512_max_ps(a, b); }
-inline FloatPart float_min(FloatPart a, FloatPart b) { return _mm512_min_ps(a, b); }
-inline FloatPart float_fma(FloatPart a, FloatPart b, FloatPart c) { return _mm512_fmadd_ps(a, b, c); }
-inline FloatPart float_round(FloatPart a) {
-    return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-}
-inline FloatPart float_from(IntPart a) { return _mm512_cvtepi32_ps(a); }
-inline FloatPart float_bits(IntPart a) { return _mm512_castsi512_ps(a); }
-inline IntPart int_bits(FloatPart a) { return _mm512_castps_si512(a); }
-inline IntPart int_rounded(FloatPart a) { return _mm512_cvtps_epi32(a); }
-inline IntPart int_load(const void* from) { return _mm512_loadu_si512(from); }
-inline void int_store(void* to, IntPart a) { _mm512_storeu_si512(to, a); }
-inline IntPart int_all(std::int32_t a) { return _mm512_set1_epi32(a); }
-inline IntPart int_add(IntPart a, IntPart b) { return _mm512_add_epi32(a, b); }
-inline IntPart int_and(IntPart a, IntPart b) { return _mm512_and_si512(a, b); }
-inline IntPart int_max_unsigned(IntPart a, IntPart b) { return _mm512_max_epu32(a, b); }
-template <int kBits>
-inline IntPart int_shift_left(IntPart a) {
-    return _mm512_slli_epi32(a, kBits);
-}
-template <int kBits>
-inline IntPart int_shift_right(IntPart a) {
-    return _mm512_srli_epi32(a, kBits);
-}
-inline FloatPart float_broadcast(const std::int32_t* from) { return float_bits(int_all(*from)); }
-inline IntPart int_min_unsigned(IntPart a, IntPart b) { return _mm512_min_epu32(a, b); }
-// 16 fp16 numbers.
-inline FloatPart float_load_halves(const std::uint16_t* from) {
-    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
-}
-inline IntPart int_load_words(const std::uint16_t* from) {
-    return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
-}
-
-#elif defined(KVIST_ISA_AVX2)
-
-using FloatPart = __m256;
-using IntPart = __m256i;
-constexpr std::size_t kPartLanes = 8;
-
-inline FloatPart float_load(const float* from) { return _mm256_loadu_ps(from); }
-inline void float_store(float* to, FloatPart a) { _mm256_storeu_ps(to, a); }
-inline FloatPart float_all(float a) { return _mm256_set1_ps(a); }
-inline FloatPart float_add(FloatPart a, FloatPart b) { return _mm256_add_ps(a, b); }
-inline FloatPart float_sub(FloatPart a, FloatPart b) { return _mm256_sub_ps(a, b); }
-inline FloatPart float_mul(FloatPart a, FloatPart b) { return _mm256_mul_ps(a, b); }
-inline FloatPart float_div(FloatPart a, FloatPart b) { return _mm256_div_ps(a, b); }
-inline FloatPart float_max(FloatPart a, FloatPart b) { return _mm256_max_ps(a, b); }
-inline FloatPart float_min(FloatPart a, FloatPart b) { return _mm256_min_ps(a, b); }
-inline FloatPart float_fma(FloatPart a, FloatPart b, FloatPart c) { return _mm256_fmadd_ps(a, b, c); }
-inline FloatPart float_round(FloatPart a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-inline FloatPart float_from(IntPart a) { return _mm256_cvtepi32_ps(a); }
-inline FloatPart float_bits(IntPart a) { return _mm256_castsi256_ps(a); }
-inline IntPart int_bits(FloatPart a) { return _mm256_castps_si256(a); }
-inline IntPart int_rounded(FloatPart a) { return _mm256_cvtps_epi32(a); }
-inline IntPart int_load(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
-inline void int_store(void* to, IntPart a) { _mm256_storeu_si256(static_cast<__m256i*>(to), a); }
-inline IntPart int_all(std::int32_t a) { return _mm256_set1_epi32(a); }
-inline IntPart int_add(IntPart a, IntPart b) { return _mm256_add_epi32(a, b); }
-inline IntPart int_and(IntPart a, IntPart b) { return _mm256_and_si256(a, b); }
-inline IntPart int_max_unsigned(IntPart a, IntPart b) { return _mm256_max_epu32(a, b); }
-template <int kBits>
-inline IntPart int_shift_left(IntPart a) {
-    return _mm256_slli_epi32(a, kBits);
-}
-template <int kBits>
-inline IntPart int_shift_right(IntPart a) {
-    return _mm256_srli_epi32(a, kBits);
-}
-// Of 16 bits each: the parts of bytes that a product of words takes.
-inline IntPart even_unsigned(IntPart a) { return _mm256_and_si256(a, _mm256_set1_epi16(0xff)); }
-inline IntPart odd_unsigned(IntPart a) { return _mm256_srli_epi16(a, 8); }
-inline IntPart even_signed(IntPart a) { return _mm256_srai_epi16(_mm256_slli_epi16(a, 8), 8); }
-inline IntPart odd_signed(IntPart a) { return _mm256_srai_epi16(a, 8); }
-inline IntPart multiply_words(IntPart a, IntPart b) { return _mm256_madd_epi16(a, b); }
-inline FloatPart select_part(IntPart mask, FloatPart yes, FloatPart no) {
-    return _mm256_blendv_ps(no, yes, _mm256_castsi256_ps(mask));
-}
-inline IntPart int_greater(IntPart a, IntPart b) { return _mm256_cmpgt_epi32(a, b); }
-inline IntPart float_less(FloatPart a, FloatPart b) { return _mm256_castps_si256(_mm256_cmp_ps(a, b, _CMP_LT_OQ)); }
-inline IntPart int_min_unsigned(IntPart a, IntPart b) { return _mm256_min_epu32(a, b); }
-inline FloatPart float_load_halves(const std::uint16_t* from) {
-    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-}
-inline IntPart int_load_words(const std::uint16_t* from) {
-    return _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-}
-
-#elif defined(KVIST_ISA_BASELINE)
-
-using FloatPart = __m128;
-using IntPart = __m128i;
-constexpr std::size_t kPartLanes = 4;
-
-inline FloatPart float_load(const float* from) { return _mm_loadu_ps(from); }
-inline void float_store(float* to, FloatPart a) { _mm_storeu_ps(to, a); }
-inline FloatPart float_all(float a) { return _mm_set1_ps(a); }
-inline FloatPart float_add(FloatPart a, FloatPart b) { return _mm_add_ps(a, b); }
-inline FloatPart float_sub(FloatPart a, FloatPart b) { return _mm_sub_ps(a, b); }
-inline FloatPart float_mul(FloatPart a, FloatPart b) { return _mm_mul_ps(a, b); }
-inline FloatPart float_div(FloatPart a, FloatPart b) { return _mm_div_ps(a, b); }
-inline FloatPart float_max(FloatPart a, FloatPart b) { return _mm_max_ps(a, b); }
-inline FloatPart float_min(FloatPart a, FloatPart b) { return _mm_min_ps(a, b); }
-inline FloatPart float_fma(FloatPart a, FloatPart b, FloatPart c) { return _mm_add_ps(_mm_mul_ps(a, b), c); }
-inline FloatPart float_round(FloatPart a) { return _mm_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-inline FloatPart float_from(IntPart a) { return _mm_cvtepi32_ps(a); }
-inline FloatPart float_bits(IntPart a) { return _mm_castsi128_ps(a); }
-inline IntPart int_bits(FloatPart a) { return _mm_castps_si128(a); }
-inline IntPart int_rounded(FloatPart a) { return _mm_cvtps_epi32(a); }
-inline IntPart int_load(const void* from) { return _mm_loadu_si128(static_cast<const __m128i*>(from)); }
-inline void int_store(void* to, IntPart a) { _mm_storeu_si128(static_cast<__m128i*>(to), a); }
-inline IntPart int_all(std::int32_t a) { return _mm_set1_epi32(a); }
-inline IntPart int_add(IntPart a, IntPart b) { return _mm_add_epi32(a, b); }
-inline IntPart int_and(IntPart a, IntPart b) { return _mm_and_si128(a, b); }
-inline IntPart int_max_unsigned(IntPart a, IntPart b) { return _mm_max_epu32(a, b); }
-template <int kBits>
-inline IntPart int_shift_left(IntPart a) {
-    return _mm_slli_epi32(a, kBits);
-}
-template <int kBits>
-inline IntPart int_shift_right(IntPart a) {
-    return _mm_srli_epi32(a, kBits);
-}
-inline IntPart even_unsigned(IntPart a) { return _mm_and_si128(a, _mm_set1_epi16(0xff)); }
-inline IntPart odd_unsigned(IntPart a) { return _mm_srli_epi16(a, 8); }
-inline IntPart even_signed(IntPart a) { return _mm_srai_epi16(_mm_slli_epi16(a, 8), 8); }
-inline IntPart odd_signed(IntPart a) { return _mm_srai_epi16(a, 8); }
-inline IntPart multiply_words(IntPart a, IntPart b) { return _mm_madd_epi16(a, b); }
-inline FloatPart select_part(IntPart mask, FloatPart yes, FloatPart no) {
-    return _mm_blendv_ps(no, yes, _mm_castsi128_ps(mask));
-}
-inline IntPart int_greater(IntPart a, IntPart b) { return _mm_cmpgt_epi32(a, b); }
-inline IntPart float_less(FloatPart a, FloatPart b) { return _mm_castps_si128(_mm_cmplt_ps(a, b)); }
-inline IntPart int_min_unsigned(IntPart a, IntPart b) { return _mm_min_epu32(a, b); }
-inline IntPart int_load_words(const std::uint16_t* from) {
-    return _mm_cvtepu16_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
-}
-
-#else
-
-// The vectors that GCC and Clang have everywhere.
-using FloatPart = float __attribute__((vector_size(16)));
-using IntPart = std::int32_t __attribute__((vector_size(16)));
-using UnsignedPart = std::uint32_t __attribute__((vector_size(16)));
-using WordPart = std::int16_t __attribute__((vector_size(16)));
-using UnsignedWordPart = std::uint16_t __attribute__((vector_size(16)));
-constexpr std::size_t kPartLanes = 4;
-
-inline FloatPart float_load(const float* from) {
-    FloatPart a;
-    __builtin_memcpy(&a, from, sizeof a);
-    return a;
-}
-inline void float_store(float* to, FloatPart a) { __builtin_memcpy(to, &a, sizeof a); }
-inline FloatPart float_all(float a) { return FloatPart{a, a, a, a}; }
-inline FloatPart float_add(FloatPart a, FloatPart b) { return a + b; }
-inline FloatPart float_sub(FloatPart a, FloatPart b) { return a - b; }
-inline FloatPart float_mul(FloatPart a, FloatPart b) { return a * b; }
-inline FloatPart float_div(FloatPart a, FloatPart b) { return a / b; }
-inline FloatPart float_max(FloatPart a, FloatPart b) { return a > b ? a : b; }
-inline FloatPart float_min(FloatPart a, FloatPart b) { return a < b ? a : b; }
-inline FloatPart float_fma(FloatPart a, FloatPart b, FloatPart c) { return a * b + c; }
-inline FloatPart float_from(IntPart a) { return __builtin_convertvector(a, FloatPart); }
-inline FloatPart float_bits(IntPart a) { return reinterpret_cast<FloatPart>(a); }
-inline IntPart int_bits(FloatPart a) { return reinterpret_cast<IntPart>(a); }
-inline FloatPart float_round(FloatPart a) {
-    // The addition drops what is behind the point; numbers of 2^23 and more, and what is none, are whole already.
-    const FloatPart size = float_bits(int_bits(a) & 0x7fffffff), shift = float_all(8388608.0f);
-    const FloatPart whole =
-        float_bits(int_bits(size + shift - shift) | (int_bits(a) & static_cast<std::int32_t>(0x80000000)));
-    return size < shift ? whole : a;
-}
-inline IntPart int_rounded(FloatPart a) {
-    const FloatPart whole = float_round(a);
-    const IntPart fits = (whole < float_all(2147483648.0f)) & (whole >= float_all(-2147483648.0f));
-    return fits & __builtin_convertvector(float_bits(int_bits(whole) & fits), IntPart);
-}
-inline IntPart int_load(const void* from) {
-    IntPart a;
-    __builtin_memcpy(&a, from, sizeof a);
-    return a;
-}
-inline void int_store(void* to, IntPart a) { __builtin_memcpy(to, &a, sizeof a); }
-inline IntPart int_all(std::int32_t a) { return IntPart{a, a, a, a}; }
-inline IntPart int_add(IntPart a, IntPart b) {
-    return reinterpret_cast<IntPart>(reinterpret_cast<UnsignedPart>(a) + reinterpret_cast<UnsignedPart>(b));
-}
-inline IntPart int_and(IntPart a, IntPart b) { return a & b; }
-inline IntPart int_max_unsigned(IntPart a, IntPart b) {
-    return reinterpret_cast<UnsignedPart>(a) > reinterpret_cast<UnsignedPart>(b) ? a : b;
-}
-template <int kBits>
-inline IntPart int_shift_left(IntPart a) {
-    return a << kBits;
-}
-template <int kBits>
-inline IntPart int_shift_right(IntPart a) {
-    return reinterpret_cast<IntPart>(reinterpret_cast<UnsignedPart>(a) >> kBits);
-}
-inline IntPart even_unsigned(IntPart a) { return a & 0x00ff00ff; }
-inline IntPart odd_unsigned(IntPart a) { return reinterpret_cast<IntPart>(reinterpret_cast<UnsignedWordPart>(a) >> 8); }
-inline IntPart odd_signed(IntPart a) { return reinterpret_cast<IntPart>(reinterpret_cast<WordPart>(a) >> 8); }
-inline IntPart even_signed(IntPart a) {
-    return odd_signed(reinterpret_cast<IntPart>(reinterpret_cast<UnsignedWordPart>(a) << 8));
-}
-inline IntPart multiply_words(IntPart a, IntPart b) {
-    // The low word of each lane, and the high one, in full width.
-    const IntPart low = ((a << 16) >> 16) * ((b << 16) >> 16), high = (a >> 16) * (b >> 16);
-    return low + high;
-}
-inline FloatPart select_part(IntPart mask, FloatPart yes, FloatPart no) { return mask != 0 ? yes : no; }
-inline IntPart int_greater(IntPart a, IntPart b) { return a > b; }
-inline IntPart float_less(FloatPart a, FloatPart b) { return a < b; }
-inline IntPart int_min_unsigned(IntPart a, IntPart b) {
-    return reinterpret_cast<UnsignedPart>(a) < reinterpret_cast<UnsignedPart>(b) ? a : b;
-}
-inline IntPart int_load_words(const std::uint16_t* from) { return IntPart{from[0], from[1], from[2], from[3]}; }
-
-#endif
+// --- lines: 16 lanes of 4 bytes, in as many parts as the instruction set needs ---------------------------------------
 
 constexpr std::size_t kLineLanes = 16;
 constexpr std::size_t kParts = kLineLanes / kPartLanes;
@@ -365,6 +88,7 @@ template <int kBits>
 inline Ints shift_right(Ints a) {
     KVIST_EACH_PART(Ints, int_shift_right<kBits>(a.part[i]));
 }
+inline Ints shift_left(Ints a, int bits) { KVIST_EACH_PART(Ints, int_shift_left(a.part[i], bits)); }
 inline void store(float* to, Floats a) {
     for (std::size_t i = 0; i < kParts; ++i) float_store(to + i * kPartLanes, a.part[i]);
 }
@@ -473,6 +197,8 @@ inline float sum_lanes(Floats a) {
 }
 
 #endif
+
+constexpr float kLog2E = 1.44269504088896340736f;
 
 // 2^x, through a polynomial, and exactly 1 for 0 and 0 below -126. `x` is at most 127, or no number.
 template <int kDegree = 5>
@@ -690,14 +416,18 @@ inline Floats load_halves(const std::uint16_t* from) {
 }
 #endif
 
-// As bf16, ties to even.
-inline void store_bf16(std::uint16_t* to, Floats a) {
+// The bits of bf16 in the low half of each lane, ties to even.
+inline Ints bf16_words(Floats a) {
     const Ints bits = bits_of(a);
     // What is no number has one pattern, which rounding does not carry into the sign.
     const Ints size = min_unsigned(bits & all_ints(0x7fffffff), all_ints(0x7fc00000));
     const Ints odd = shift_right<16>(size) & all_ints(1);
     const Ints sign = shift_left<15>(shift_right<31>(bits));
-    const Ints words = shift_right<16>(size + all_ints(0x7fff) + odd) + sign;
+    return shift_right<16>(size + all_ints(0x7fff) + odd) + sign;
+}
+
+inline void store_bf16(std::uint16_t* to, Floats a) {
+    const Ints words = bf16_words(a);
 #if defined(KVIST_ISA_AVX512)
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(words.part[0]));
 #elif defined(KVIST_ISA_AVX2)

@@ -239,7 +239,7 @@ private:
 }  // namespace
 
 std::size_t append_scratch_floats(std::size_t head_dim) {
-    return Scratch::kArrays * kAppendVectors * ((head_dim + kLanes - 1) / kLanes * kLanes);
+    return Scratch::kArrays * kAppendVectors * padded_dims(head_dim);
 }
 
 void append(const AppendJob& job, float* memory, int part, int parts) {

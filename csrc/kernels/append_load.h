@@ -42,7 +42,7 @@ struct Scratch {
 
     static constexpr std::size_t kArrays = 9;
 
-    Scratch(float* memory, std::size_t head_dim) : padded((head_dim + kLanes - 1) / kLanes * kLanes) {
+    Scratch(float* memory, std::size_t head_dim) : padded(padded_dims(head_dim)) {
         const std::size_t size = kAppendVectors * padded;
         y = memory;
         codes = memory + size;

@@ -40,8 +40,8 @@ const MixSplit* mix_splits(Storage values) {
 struct Scratch {
     float* scores;       // [kMostRows, kSplitSlots]
     float* mixed;        // [kMostRows, padded], of the rows of a tile's block
-    float* gathered;     // [kTileRows, result_floats], of a tile
-    std::uint8_t* rows;  // [kTileRows], of a tile
+    float* gathered;     // [kSpanTileRows, result_floats], of a tile
+    std::uint8_t* rows;  // [kSpanTileRows], of a tile
 };
 
 Scratch scratch_at(std::uint8_t* memory, std::size_t head_dim) {
@@ -49,7 +49,7 @@ Scratch scratch_at(std::uint8_t* memory, std::size_t head_dim) {
     scratch.scores = reinterpret_cast<float*>(memory);
     scratch.mixed = scratch.scores + kMostRows * kSplitSlots;
     scratch.gathered = scratch.mixed + kMostRows * result_floats(head_dim);
-    scratch.rows = reinterpret_cast<std::uint8_t*>(scratch.gathered + kTileRows * result_floats(head_dim));
+    scratch.rows = reinterpret_cast<std::uint8_t*>(scratch.gathered + kSpanTileRows * result_floats(head_dim));
     return scratch;
 }
 
@@ -242,8 +242,8 @@ struct Worker {
 }  // namespace
 
 std::size_t attention_scratch_bytes(std::size_t head_dim) {
-    return 4 * kMostRows * kSplitSlots + 4 * (kMostRows + kTileRows) * result_floats(head_dim) +
-           kTileRows * prepared_bytes(head_dim);
+    return 4 * kMostRows * kSplitSlots + 4 * (kMostRows + kSpanTileRows) * result_floats(head_dim) +
+           kSpanTileRows * prepared_bytes(head_dim);
 }
 
 void prepare_queries(const AttentionTask& task, int part, int parts) {

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "attention.h"
+#include "kernels/numbers.h"
 #include "kernels/rotation.h"
 #include "page_layout.h"
 #include "simd.h"
@@ -14,11 +15,8 @@ namespace {
 
 // The largest score of a split of which nothing is seen. It is finite, so that differences stay numbers.
 constexpr float kLeastScore = -3.40282346638528859812e38f;
-constexpr float kLog2E = 1.44269504088896340736f;
 // Smaller steps of codes stand for zeros: what divides by them stays finite.
 constexpr float kLeastUnit = 0x1p-118f;
-
-constexpr std::size_t padded_dims(std::size_t head_dim) { return (head_dim + kLanes - 1) / kLanes * kLanes; }
 
 // The bytes of a prepared row: this, then three regions of whole lines.
 struct Row {
@@ -46,14 +44,6 @@ private:
     char* bytes() { return reinterpret_cast<char*>(this); }
 };
 static_assert(sizeof(Row) <= 64);
-
-inline float bf16_to_float(std::uint16_t bits) { return __builtin_bit_cast(float, std::uint32_t{bits} << 16); }
-
-inline std::uint16_t float_to_bf16(float x) {
-    const auto bits = __builtin_bit_cast(std::uint32_t, x);
-    if ((bits & 0x7fffffff) > 0x7f800000) return static_cast<std::uint16_t>((bits >> 16) | 0x40);
-    return static_cast<std::uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
 
 // The bits of a query's codes below the high byte. Those that meet int8 keys have two bytes, since one would lose as
 // much as the keys' own rounding does; to int4 keys it makes no difference. Sums of products fit into 32 bits, once
@@ -85,7 +75,7 @@ inline void load_query(const AttentionTask& task, std::size_t token, std::size_t
     const std::size_t at = token * task.q_token_stride + head * task.q_head_stride;
     if (task.is_bf16) {
         const std::uint16_t* q = static_cast<const std::uint16_t*>(task.q) + at;
-        for (std::size_t i = 0; i < head_dim; ++i) x[i] = bf16_to_float(q[i]);
+        for (std::size_t i = 0; i < head_dim; ++i) x[i] = widened(q[i]);
     } else {
         const float* q = static_cast<const float*>(task.q) + at;
         for (std::size_t i = 0; i < head_dim; ++i) x[i] = q[i];
@@ -191,7 +181,7 @@ inline void finish(const AttentionTask& task, std::size_t token, std::size_t hea
     const std::size_t at = token * task.out_token_stride + head * task.out_head_stride;
     if (task.is_bf16) {
         std::uint16_t* out = static_cast<std::uint16_t*>(task.out) + at;
-        for (std::size_t i = 0; i < head_dim; ++i) out[i] = float_to_bf16(mixed[i]);
+        for (std::size_t i = 0; i < head_dim; ++i) out[i] = bf16_bits(mixed[i]);
     } else {
         __builtin_memcpy(static_cast<float*>(task.out) + at, mixed, head_dim * sizeof(float));
     }

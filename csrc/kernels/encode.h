@@ -12,28 +12,15 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "kernels/lanes.h"
+#include "kernels/numbers.h"
+#include "page_layout.h"
+#include "simd.h"
 
 namespace kvist::KVIST_ISA {
 namespace {
 
 constexpr float kLeastStep = 0x1p-100f;
-constexpr std::uint32_t kInfinityBits = 0x7F800000u;
-constexpr std::uint32_t kNanBits = 0x7FC00000u;
-constexpr std::uint32_t kBf16NanBits = kNanBits >> 16;
-constexpr float kMagic = 0x1.8p23f;  // as in `rounded`: its last bits then hold the whole number
-
-inline std::uint32_t bits_of(float x) { return __builtin_bit_cast(std::uint32_t, x); }
-inline float float_of(std::uint32_t bits) { return __builtin_bit_cast(float, bits); }
-
-inline float widened(std::uint16_t bf16) { return float_of(std::uint32_t{bf16} << 16); }
-
-// Ties to even. What is no number has one pattern, whatever it was.
-inline std::uint16_t bf16_bits(float x) {
-    const std::uint32_t bits = bits_of(x);
-    const std::uint32_t rounded_bits = (bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16;
-    return static_cast<std::uint16_t>((bits & 0x7FFFFFFFu) > kInfinityBits ? kBf16NanBits : rounded_bits);
-}
+constexpr float kMagic = 0x1.8p23f;  // as in `nearest`: its last bits then hold the whole number
 
 // The largest absolute value; the bits of infinity or more if any number is not finite.
 inline std::uint32_t largest_bits(const float* y, std::size_t dims) {
@@ -82,87 +69,98 @@ struct FitScratch {
     float* sums;
 };
 
-inline Lanes load_lanes(const float* z, std::size_t dim) { return Lanes::load(z + dim * kLanes); }
+inline Floats load_lanes(const float* z, std::size_t dim) { return load_floats(z + dim * kLanes); }
 
-inline Lanes inverse(const Lanes& step) {
-    return select(Lanes::all(0) < step, Lanes::all(1) / step, Lanes::all(0));
+inline Floats inverse(Floats step) {
+    const Floats zero = all_floats(0);
+    return select(less(zero, step), all_floats(1) / step, zero);
 }
 
-inline Lanes nearest(const Lanes& x, const Lanes& floor, const Lanes& factor) {
-    return clamped(rounded((x - floor) * factor), 0, 15);
+// To the nearest number of bf16, ties to even. What is no number stays so.
+inline Floats as_bf16(Floats x) { return low_bf16(bf16_words(x)); }
+
+// The nearest code of numbers less their floor and over their step. Ties to even; -0 becomes 0; what is no number stays
+// so.
+inline Floats nearest(Floats x, Floats floor, Floats factor) {
+    const Floats magic = all_floats(kMagic);  // from here on floats are whole numbers
+    const Floats whole = ((x - floor) * factor + magic) - magic;
+    return min(all_floats(15), max(all_floats(0), whole));
 }
 
 // The sum of `count` terms, two at least: the upper half onto the lower, again and again.
 template <typename Term>
-inline Lanes paired_sum(std::size_t count, float* sums, Term term) {
+inline Floats paired_sum(std::size_t count, float* sums, Term term) {
     std::size_t half = 1;
     while (2 * half < count) half *= 2;
     const std::size_t pairs = count - half;
-    for (std::size_t i = 0; i < pairs; ++i) (term(i) + term(half + i)).store(sums + i * kLanes);
-    for (std::size_t i = pairs; i < half; ++i) term(i).store(sums + i * kLanes);
+    for (std::size_t i = 0; i < pairs; ++i) store(sums + i * kLanes, term(i) + term(half + i));
+    for (std::size_t i = pairs; i < half; ++i) store(sums + i * kLanes, term(i));
     for (half /= 2; half > 0; half /= 2) {
         for (std::size_t i = 0; i < half; ++i) {
-            (load_lanes(sums, i) + load_lanes(sums, half + i)).store(sums + i * kLanes);
+            store(sums + i * kLanes, load_lanes(sums, i) + load_lanes(sums, half + i));
         }
     }
     return load_lanes(sums, 0);
 }
 
-inline std::uint32_t lanes_of(const Mask& mask) {
-    std::int32_t lanes[kLanes];
-    __builtin_memcpy(lanes, &mask, sizeof lanes);
+// A bit for each lane in which both are finite.
+inline std::uint32_t finite_lanes(Floats a, Floats b) {
+    const Ints size = all_ints(0x7FFFFFFF);
+    std::int32_t largest[kLanes];
+    store(largest, max_unsigned(bits_of(a) & size, bits_of(b) & size));
     std::uint32_t bits = 0;
-    for (std::size_t i = 0; i < kLanes; ++i) bits |= static_cast<std::uint32_t>(lanes[i] & 1) << i;
+    for (std::size_t i = 0; i < kLanes; ++i) {
+        bits |= (static_cast<std::uint32_t>(largest[i]) < kInfinityBits ? 1u : 0u) << i;
+    }
     return bits;
 }
 
 inline Fit fit_int4(const FitScratch& scratch, std::size_t dims) {
     const float* z = scratch.z;
-    Lanes low = load_lanes(z, 0), high = low;
+    Floats low = load_lanes(z, 0), high = low;
     for (std::size_t i = 1; i < dims; ++i) {
-        const Lanes x = load_lanes(z, i);
-        low = least(x, low);
-        high = greatest(x, high);
+        const Floats x = load_lanes(z, i);
+        low = min(x, low);
+        high = max(x, high);
     }
-    low = low + Lanes::all(0);  // not -0, or the order of the dims would show
-    Lanes step = as_bf16((high - low) / Lanes::all(15)), floor = as_bf16(low);
-    const Lanes infinity = Lanes::all(__builtin_inff());
-    const Mask finite = (step < infinity) & (floor < infinity) & (Lanes::all(-__builtin_inff()) < floor);
-    step = select(step < Lanes::all(kLeastStep), Lanes::all(0), step);
+    low = low + all_floats(0);  // not -0, or the order of the dims would show
+    Floats step = as_bf16((high - low) / all_floats(15)), floor = as_bf16(low);
+    Fit fit;
+    fit.finite = finite_lanes(step, floor);
+    step = select(less(step, all_floats(kLeastStep)), all_floats(0), step);
 
-    const Lanes factor = inverse(step);
-    const Lanes count = Lanes::all(static_cast<float>(dims));
+    const Floats factor = inverse(step);
+    const Floats count = all_floats(static_cast<float>(dims));
     for (std::size_t i = 0; i < dims; ++i) {
-        nearest(load_lanes(z, i), floor, factor).store(scratch.codes + i * kLanes);
+        store(scratch.codes + i * kLanes, nearest(load_lanes(z, i), floor, factor));
     }
     const auto code_of = [&](std::size_t i) { return load_lanes(scratch.codes, i); };
     const auto z_of = [&](std::size_t i) { return load_lanes(z, i); };
-    const Lanes mean_code = paired_sum(dims, scratch.sums, code_of) / count;
-    const Lanes mean = paired_sum(dims, scratch.sums, z_of) / count;
-    const Lanes joint = paired_sum(dims, scratch.sums, [&](std::size_t i) {
+    const Floats mean_code = paired_sum(dims, scratch.sums, code_of) / count;
+    const Floats mean = paired_sum(dims, scratch.sums, z_of) / count;
+    const Floats joint = paired_sum(dims, scratch.sums, [&](std::size_t i) {
         return (code_of(i) - mean_code) * (z_of(i) - mean);
     });
-    const Lanes spread = paired_sum(dims, scratch.sums, [&](std::size_t i) {
-        const Lanes centred = code_of(i) - mean_code;
+    const Floats spread = paired_sum(dims, scratch.sums, [&](std::size_t i) {
+        const Floats centred = code_of(i) - mean_code;
         return centred * centred;
     });
-    const Lanes slope = as_bf16(joint / greatest(Lanes::all(1), spread));
-    const Lanes base = as_bf16(mean - slope * mean_code);
-    const Lanes slope_factor = inverse(slope);
-    const Lanes fitted_error = paired_sum(dims, scratch.sums, [&](std::size_t i) {
-        const Lanes x = z_of(i), error = base + nearest(x, base, slope_factor) * slope - x;
+    const Floats slope = as_bf16(joint / max(all_floats(1), spread));
+    const Floats base = as_bf16(mean - slope * mean_code);
+    const Floats slope_factor = inverse(slope);
+    const Floats fitted_error = paired_sum(dims, scratch.sums, [&](std::size_t i) {
+        const Floats x = z_of(i), error = base + nearest(x, base, slope_factor) * slope - x;
         return error * error;
     });
-    const Lanes error = paired_sum(dims, scratch.sums, [&](std::size_t i) {
-        const Lanes off = floor + code_of(i) * step - z_of(i);
+    const Floats error = paired_sum(dims, scratch.sums, [&](std::size_t i) {
+        const Floats off = floor + code_of(i) * step - z_of(i);
         return off * off;
     });
-    const Mask better = (fitted_error < error) & (Lanes::all(kLeastStep) <= slope);
-
-    Fit fit;
-    select(better, slope, step).store(fit.step);
-    select(better, base, floor).store(fit.floor);
-    fit.finite = lanes_of(finite);
+    // A slope that is too small to divide by is no better.
+    const Floats allowed = select(less(slope, all_floats(kLeastStep)), error, fitted_error);
+    const LaneMask better = less(allowed, error);
+    store(fit.step, select(better, slope, step));
+    store(fit.floor, select(better, base, floor));
     return fit;
 }
 
@@ -208,7 +206,7 @@ inline void feed_back_each(FedGroup* groups, std::size_t num_groups, std::size_t
             const float* row = group.factors + dim * dims;
             std::size_t i = 0;
             for (; i + kLanes <= dims && i < dim; i += kLanes) {
-                (Lanes::load(from + i) - Lanes::load(row + i) * Lanes::all(error)).store(group.target + i);
+                store(group.target + i, load_floats(from + i) - load_floats(row + i) * all_floats(error));
             }
             for (; i < dim; ++i) group.target[i] = from[i] - row[i] * error;
         }
@@ -221,26 +219,25 @@ inline void feed_back_lanes(const FitScratch& scratch, const Fit& fit, const flo
                             std::uint32_t* words) {
     const float* z = scratch.z;
     float* target = scratch.target;
-    const Lanes step = Lanes::load(fit.step), floor = Lanes::load(fit.floor), factor = inverse(step);
+    const Floats step = load_floats(fit.step), floor = load_floats(fit.floor), factor = inverse(step);
     const float* from = z;
-    WordVector lane_words[kLaneVectors] = {};
+    Ints lane_words = all_ints(0);
     for (std::size_t dim = dims; dim-- > 0;) {
-        const Lanes code = nearest(load_lanes(from, dim), floor, factor);
-        const Lanes error = floor + code * step - load_lanes(z, dim);
+        const Floats code = nearest(load_lanes(from, dim), floor, factor);
+        const Floats error = floor + code * step - load_lanes(z, dim);
         const float* row = factors + dim * dims;
         for (std::size_t i = 0; i < dim; ++i) {
-            (load_lanes(from, i) - Lanes::all(row[i]) * error).store(target + i * kLanes);
+            store(target + i * kLanes, load_lanes(from, i) - all_floats(row[i]) * error);
         }
         from = target;
 
         const std::size_t in_lane = dim % 8;
-        const auto shift = static_cast<std::uint32_t>(8 * (in_lane % kLaneBytes) + 4 * (in_lane / kLaneBytes));
-        const Lanes number = select(code == code, code, Lanes::all(0)) + Lanes::all(kMagic);
-        for (std::size_t i = 0; i < kLaneVectors; ++i) {
-            const WordVector nibble = (__builtin_bit_cast(WordVector, number.v[i]) & 15u) << shift;
-            lane_words[i] = in_lane == 7 ? nibble : lane_words[i] | nibble;
-        }
-        if (in_lane == 0) __builtin_memcpy(words + dim / 8 * kLanes, lane_words, sizeof lane_words);
+        const auto shift = static_cast<int>(8 * (in_lane % kLaneBytes) + 4 * (in_lane / kLaneBytes));
+        // What is no number becomes 0.
+        const Floats number = max(code, all_floats(0)) + all_floats(kMagic);
+        const Ints nibble = shift_left(bits_of(number) & all_ints(15), shift);
+        lane_words = in_lane == 7 ? nibble : lane_words + nibble;
+        if (in_lane == 0) store(reinterpret_cast<std::int32_t*>(words) + dim / 8 * kLanes, lane_words);
     }
 }
 

@@ -12,7 +12,6 @@ namespace {
 
 // Sums that do not wait for one another.
 constexpr std::size_t kSquareSums = 4;
-constexpr float kLog2E = 1.44269504088896340736f;
 
 // What a row is multiplied by to have a root mean square of 1. Squares are added to fixed lanes in a fixed order.
 inline float norm_factor(const float* x, std::size_t dims, float eps) {

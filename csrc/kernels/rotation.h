@@ -3,7 +3,8 @@
 
 #include <cstddef>
 
-#include "kernels/lanes.h"
+#include "page_layout.h"
+#include "simd.h"
 
 namespace kvist::KVIST_ISA {
 namespace {
@@ -60,9 +61,9 @@ inline void rotate(float* y, std::size_t head_dim) {
         for (std::size_t apart = kLanes; apart < block; apart *= 2) {
             for (std::size_t start = 0; start < head_dim; start += 2 * apart) {
                 for (std::size_t i = start; i < start + apart; i += kLanes) {
-                    const Lanes low = Lanes::load(y + i), high = Lanes::load(y + i + apart);
-                    (low + high).store(y + i);
-                    (low - high).store(y + i + apart);
+                    const Floats low = load_floats(y + i), high = load_floats(y + i + apart);
+                    store(y + i, low + high);
+                    store(y + i + apart, low - high);
                 }
             }
         }

@@ -244,9 +244,9 @@ def test_a_number_that_is_none_stays_with_its_token(isa: str, name: str, number:
     [
         (torch.zeros(3, 2, 64, dtype=torch.float16), "k must have dtype float32 or bfloat16"),
         (torch.zeros(3, 128), "k has 2 dimensions: it must have 3"),
-        (torch.zeros(2, 2, 64), "k has size 2 in dimension 0: it must have 3"),
-        (torch.zeros(3, 3, 64), "k has size 3 in dimension 1: it must have 2"),
-        (torch.zeros(3, 2, 80), "k has size 80 in dimension 2: it must have 64"),
+        (torch.zeros(2, 2, 64), "k has the shape [2, 2, 64]: it must be [3, 2, 64]"),
+        (torch.zeros(3, 3, 64), "k has the shape [3, 3, 64]: it must be [3, 2, 64]"),
+        (torch.zeros(3, 2, 80), "k has the shape [3, 2, 80]: it must be [3, 2, 64]"),
         (torch.zeros(3, 2, 128)[..., ::2], "k has stride 2 in its last dimension: it must be 1"),
     ],
 )
@@ -257,6 +257,18 @@ def test_append_says_what_is_wrong_with_its_arguments(k: torch.Tensor, message: 
         case.step(pages).append(case.layer(), k, v, num_threads=1)
     with pytest.raises(ValueError, match=re.escape("v" + message[1:])):
         case.step(pages).append(case.layer(), v, k, num_threads=1)
+    assert torch.equal(pages, case.before)
+
+
+@pytest.mark.parametrize("name", ["k", "v"])
+def test_keys_and_values_lie_apart_from_the_pages(name: str) -> None:
+    case = Case(SAME[2], 64, 2, [(0, 3)])
+    pages = case.before.clone()
+    vectors = {"k": torch.zeros(case.shape), "v": torch.zeros(case.shape)}
+    # The end of the last page, which the step does not write.
+    vectors[name] = pages[-1, -3 * 2 * 64 * 4 :].view(torch.float32).view(case.shape)
+    with pytest.raises(ValueError, match=rf"^{name} and the pool must not overlap$"):
+        case.step(pages).append(case.layer(), **vectors, num_threads=1)
     assert torch.equal(pages, case.before)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -47,10 +48,13 @@ def rows(count: int = 3, dim: int = DIM, embed: int = EMBED) -> native.HiddenRow
     return native.hidden_rows(random(count, embed), (torch.ones(count, 1, dim), torch.zeros(count, 1, dim)))
 
 
-def step(count: int = 3, window: int | None = None) -> native.PageStep:
-    pool = torch.zeros(1, 1 << 16, dtype=torch.uint8)
+def empty_pool() -> torch.Tensor:
+    return torch.zeros(1, 1 << 16, dtype=torch.uint8)
+
+
+def step(count: int = 3, window: int | None = None, pool: torch.Tensor | None = None) -> native.PageStep:
     return native.page_step(
-        pool, 1 << 16, num_tokens=[count], first_positions=[0], first_numbers=[0],
+        empty_pool() if pool is None else pool, 1 << 16, num_tokens=[count], first_positions=[0], first_numbers=[0],
         page_tables=[torch.zeros(1, dtype=torch.int64)], window=window,
     )  # fmt: skip
 
@@ -229,7 +233,7 @@ def test_decoding_says_what_is_wrong(chosen: torch.Tensor, out: torch.Tensor, me
         (lambda: run(layer(), step(), pages(), rows(), num_threads=0), "num_threads is 0: it must be from 1 to 1024"),
         (lambda: hidden(x=torch.zeros(3, EMBED, dtype=torch.bfloat16)), "x must have dtype float32"),
         (lambda: hidden(x=torch.zeros(EMBED)), "x has 1 dimensions: it must have 2"),
-        (lambda: hidden(x=torch.zeros(3, 2 * EMBED)[:, ::2]), "x must be contiguous"),
+        (lambda: hidden(x=torch.zeros(3, 2 * EMBED)[:, ::2]), "x has stride 2 in its last dimension: it must be 1"),
         (lambda: hidden(x=torch.zeros(1, EMBED).expand(3, EMBED)), "x must be contiguous"),
         (lambda: hidden(cos=torch.zeros(2, 1, DIM)), "cos has the shape [2, 1, 16]: it must be [3, 1, 16]"),
         (lambda: hidden(sin=torch.zeros(3, 1, 8)), "sin has the shape [3, 1, 8]: it must be [3, 1, 16]"),
@@ -259,6 +263,16 @@ def hidden(*, overlap: bool = False, **changes: torch.Tensor) -> native.HiddenRo
         changes = {"x": memory.view(3, EMBED), "cos": memory[-48:].view(3, 1, DIM)}
     given = {"x": torch.zeros(3, EMBED), "cos": torch.zeros(3, 1, DIM), "sin": torch.zeros(3, 1, DIM)} | changes
     return native.hidden_rows(given["x"], (given["cos"], given["sin"]))
+
+
+@pytest.mark.parametrize("name", ["x", "cos", "sin"])
+def test_rows_lie_apart_from_the_pages(name: str) -> None:
+    pool = empty_pool()
+    shape = (3, EMBED) if name == "x" else (3, 1, DIM)
+    within = pool[0, -4 * math.prod(shape) :].view(torch.float32).view(shape)
+    with pytest.raises(ValueError, match=rf"^{name} and the pool must not overlap$"):
+        run(layer(), step(pool=pool), pages(), hidden(**{name: within}), num_threads=1)
+    assert not pool.any()
 
 
 def test_a_layer_keeps_its_matrices_alive() -> None:

@@ -73,20 +73,6 @@ def test_packed_bytes_lie_where_the_drawing_says(format: str) -> None:
             assert scalars[1, row % 16] == codes.minima[row, group]
 
 
-def test_matrices_over_the_same_input_are_packed_as_one() -> None:
-    parts = [quantise(random(rows, 64, seed=rows), "int4") for rows in (20, 7, 16)]
-    packed = pack(*parts)
-    assert packed.num_rows == 43
-    assert torch.equal(decode(packed), torch.cat([part.decode() for part in parts]))
-
-
-def test_matrices_that_differ_in_format_or_columns_are_not_packed_together() -> None:
-    with pytest.raises(ValueError, match="int8 with 64 columns cannot be packed with int4 with 64"):
-        pack(quantise(random(4, 64), "int4"), quantise(random(4, 64), "int8"))
-    with pytest.raises(ValueError, match="int4 with 32 columns cannot be packed with int4 with 64"):
-        pack(quantise(random(4, 64), "int4"), quantise(random(4, 32), "int4"))
-
-
 @pytest.mark.parametrize("num_columns", [0, 31, 40])
 def test_columns_come_in_groups_of_32(num_columns: int) -> None:
     with pytest.raises(ValueError, match=f"the matrix has {num_columns} columns: it must have a multiple of 32"):

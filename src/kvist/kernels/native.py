@@ -171,7 +171,6 @@ class _Library(Protocol):
     def runnable_isas(self) -> list[str]: ...
     def choose_isa(self, max_isa: str) -> str: ...
     def chosen_isa(self) -> str: ...
-    def sum_words(self, words: torch.Tensor, num_threads: int) -> int: ...
     def read_rates(self, buffer_bytes: int, passes: int, num_threads: int) -> list[float]: ...
     def page_layout(self) -> PageLayoutFields: ...
     def takes_head_dim(self, format: str, head_dim: int) -> bool: ...
@@ -276,21 +275,6 @@ def isa() -> str:
 def available_isas() -> tuple[str, ...]:
     """The instruction sets that this build has and this CPU runs, from the plainest to the richest."""
     return tuple(_library().runnable_isas())
-
-
-def sum_words(words: torch.Tensor, *, num_threads: int | None = None) -> int:
-    """The sum modulo 2^64 of a contiguous int64 vector on the CPU: a reading of memory that can be checked.
-
-    Args:
-        words: `[N]` int64.
-        num_threads: how many threads read; PyTorch's number by default.
-    """
-    return _library().sum_words(words, _threads(num_threads))
-
-
-def read_bandwidth(*, buffer_bytes: int | None = None, passes: int = 5, num_threads: int | None = None) -> float:
-    """How fast this machine reads memory, in bytes per second: the best of `read_rates`, whose arguments it takes."""
-    return max(read_rates(buffer_bytes=buffer_bytes, passes=passes, num_threads=num_threads))
 
 
 def read_rates(

@@ -208,24 +208,17 @@ def widened(codes: WeightCodes) -> WeightCodes:
     return WeightCodes(wide, codes.codes + (wide.zero - narrow.zero), codes.steps)
 
 
-def pack(*parts: WeightCodes) -> QuantisedWeight:
-    """Matrices over the same input, such as those of queries, keys and values, as one: their rows follow one another.
+def pack(matrix: WeightCodes) -> QuantisedWeight:
+    """The bytes of a matrix as kernels read them.
 
     Raises:
-        ValueError: formats or numbers of columns differ, or the columns are no multiple of 32.
+        ValueError: the columns are no multiple of 32.
     """
-    kind, num_columns = parts[0].kind, parts[0].codes.shape[1]
-    for part in parts:
-        if part.kind != kind or part.codes.shape[1] != num_columns:
-            raise ValueError(
-                f"{part.kind.name} with {part.codes.shape[1]} columns cannot be packed with {kind.name} with "
-                f"{num_columns}: formats and columns must be the same"
-            )
+    kind, num_columns = matrix.kind, matrix.codes.shape[1]
     _check_columns(num_columns)
-    codes, steps = (_tiles(torch.cat(list(each))) for each in ((p.codes for p in parts), (p.steps for p in parts)))
-    scalars = [steps]
-    if kind.has_minimum:
-        scalars.append(_tiles(torch.cat([part.minima for part in parts if part.minima is not None])))
+    codes, scalars = _tiles(matrix.codes), [_tiles(matrix.steps)]
+    if matrix.minima is not None:
+        scalars.append(_tiles(matrix.minima))
 
     # Whole blocks first, of which the last may be cut off after its first group.
     num_tiles, num_groups = len(codes), num_columns // GROUP_COLUMNS
@@ -242,11 +235,11 @@ def pack(*parts: WeightCodes) -> QuantisedWeight:
 
     data = torch.cat((scalar_lines.view(num_tiles, num_blocks, -1), code_lines), dim=2).flatten(1)
     data = data[:, : kind.tile_bytes(num_columns)].contiguous()
-    return QuantisedWeight(kind.name, sum(len(part.codes) for part in parts), num_columns, data)
+    return QuantisedWeight(kind.name, len(matrix.codes), num_columns, data)
 
 
 def unpack(weight: QuantisedWeight) -> WeightCodes:
-    """What was packed, as one matrix."""
+    """What was packed."""
     kind, num_tiles = weight.kind, len(weight.data)
     num_groups = weight.num_columns // GROUP_COLUMNS
     block_bytes = _LINE_BYTES + kind.groups_per_block * kind.code_bytes
