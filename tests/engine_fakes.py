@@ -159,6 +159,8 @@ class FakeLoaded:
     eos_token_ids: frozenset[int] = frozenset({SPECIAL["<eos>"], END})
     weights_format: str = "fp32"
     weights_bytes: int = 12
+    bf16_matrices: tuple[str, ...] = ()
+    why_bits_differ: str | None = None
     name: str = "fake"
 
 

@@ -29,7 +29,7 @@ from key_texts import random
 from kvist import LLM, Completion, SamplingParams, TextDelta
 from kvist.cache.cache_view import Span
 from kvist.cache.page_layout import PAGE_SLOTS, storage_format
-from kvist.errors import CacheFullError, ContextFullError, OptionError, PromptError, StateError
+from kvist.errors import CacheFullError, ContextFullError, OptionError, PromptError, SameAnswerWarning, StateError
 from kvist.kernels import native
 from kvist.kernels.codec import VectorCodec
 from kvist.loading import LoadedModel, load
@@ -309,12 +309,29 @@ def test_a_step_takes_as_many_tokens_as_asked_for() -> None:
     assert [len(step.token_ids) for step in decoder.steps] == [4096, 904]
 
 
+def test_weights_that_do_not_keep_the_bits_of_an_answer_are_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVIST_CACHE", str(tmp_path / "cache"))
+    directory = write_tiny_directory(tmp_path / "model")
+    differ = "the last bits of a token's logits depend on what is computed beside it"
+    with pytest.warns(SameAnswerWarning, match=f"^with fp32 weights {differ}$") as said:
+        LLM(directory, weights_format="fp32", kv_memory="1MiB")
+    assert said[0].filename == __file__
+    LLM(directory, weights_format="bf16", kv_memory="1MiB")
+    # A platform of another kind.
+    monkeypatch.setattr("kvist.loading.loader.bf16_rows_keep_their_bits", lambda: False)
+    with pytest.warns(SameAnswerWarning, match=f"^PyTorch's products in bf16 .*: {differ}$"):
+        LLM(directory, weights_format="bf16", kv_memory="1MiB")
+    LLM(directory, weights_format="int8", kv_memory="1MiB")
+
+
 @pytest.mark.parametrize("kv_format", ["int4", "int8", "bf16/1:int8"])
 def test_quantised_keys_are_coded_with_the_statics_of_the_model(
     kv_format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVIST_CACHE", str(tmp_path / "cache"))
-    loaded = load(write_tiny_directory(tmp_path / "model"), "fp32")
+    loaded = load(write_tiny_directory(tmp_path / "model"), "bf16")
     cache = LLM.from_loaded(loaded, kv_format=kv_format, kv_memory="1MiB")._engine.cache
     sequence, num_pages = cache.open(), 3
     num_tokens = num_pages * PAGE_SLOTS

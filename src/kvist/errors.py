@@ -72,6 +72,10 @@ class NativeError(KvistError):
     """The native library is missing, or was asked for an instruction set that it cannot provide."""
 
 
+class SameAnswerWarning(RuntimeWarning):
+    """The logits of a token depend on how its context was computed, in their last bits: promise 1 does not hold."""
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A clause naming the nearest known name, or all of them: `did you mean 'bf16'? known: bf16, fp32`."""
     names = list(known)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, cast, overload
@@ -26,7 +27,7 @@ from kvist.config import (
 from kvist.engine import DeltaStream, Engine, Request
 from kvist.engine.prompt import Prompt, is_token_ids, prompt_ids
 from kvist.engine.uninterrupted import uninterrupted
-from kvist.errors import OptionError, PromptError
+from kvist.errors import OptionError, PromptError, SameAnswerWarning
 from kvist.kv_format import LayerFormats
 from kvist.memory import MemoryBudget
 from kvist.results import Completion, TextDelta, Timings, TokenLogprob
@@ -63,11 +64,15 @@ class LLM:
         tokenizer: its `kvist.loading.tokenizer.Tokenizer`.
         weights_format: one of `kvist.config.WEIGHTS_FORMATS`.
         weights_bytes: bytes of all weights.
+        bf16_matrices: the matrices that stay in bf16 because `weights_format` does not fit them.
         kv_format: in the words of `kvist.kv_format.LayerFormats`.
 
     Raises:
         OptionError: an option cannot be honoured.
         ModelNotFoundError, ModelFileError, UnsupportedModelError, DownloadError: the model cannot be loaded.
+
+    Warns:
+        SameAnswerWarning: the weights, or this platform, do not keep the bits of a token's logits.
     """
 
     def __init__(
@@ -124,7 +129,10 @@ class LLM:
         self.tokenizer = loaded.tokenizer
         self.weights_format = loaded.weights_format
         self.weights_bytes = loaded.weights_bytes
+        self.bf16_matrices = loaded.bf16_matrices
         self.kv_format = str(formats)
+        if loaded.why_bits_differ is not None:
+            warnings.warn(loaded.why_bits_differ, SameAnswerWarning, stacklevel=3)
         layers = loaded.config.layers
         cache_config = CacheConfig(formats, budget.resolve(), max_step_tokens=engine_config.max_step_tokens)
         # Statics may take minutes: what the cache would refuse is refused before.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -25,10 +23,7 @@ TOLERANCES = {"fp32": 5e-6, "bf16": 5e-6, "int8": 0.005, "int4": 0.08}
 
 def cache_of(kv_format: KVFormat, *, native: bool) -> KVCache:
     config = CacheConfig(LayerFormats(kv_format), 1 << 26)
-    cache = KVCache(LAYERS, config, key_statics=[statics_of(HEAD_DIM, NUM_KV_HEADS)] * len(LAYERS))
-    if not native:
-        cache.groups = tuple(replace(group, native=None) for group in cache.groups)
-    return cache
+    return KVCache(LAYERS, config, key_statics=[statics_of(HEAD_DIM, NUM_KV_HEADS)] * len(LAYERS), native=native)
 
 
 def attended(cache: KVCache, **options: object) -> list[torch.Tensor]:

@@ -22,10 +22,7 @@ def cache_of(name: str, *, native: bool) -> KVCache:
     other = dataclasses.replace(statics_of(64), frequencies=statics_of(64).frequencies * 0.5)
     statics = [statics_of(64), *identity_statics(layers[1:2]), other] if name in ("int8", "int4") else None
     config = CacheConfig(LayerFormats(KVFormat(name, name)), 1 << 24, rewind_slack_tokens=0)
-    cache = KVCache(layers, config, key_statics=statics)
-    if not native:
-        cache.groups = tuple(dataclasses.replace(group, native=None) for group in cache.groups)
-    return cache
+    return KVCache(layers, config, key_statics=statics, native=native)
 
 
 def fill(cache: KVCache, rows: torch.Tensor, steps: list[list[int]]) -> None:

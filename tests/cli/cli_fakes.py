@@ -68,6 +68,7 @@ class FakeLLM:
     model_name: str = "rote"
     weights_format: str = "bf16"
     weights_bytes: int = 3 << 20
+    bf16_matrices: tuple[str, ...] = ()
     kv_format: str = "bf16"
     kernel: str = "by rote"
     max_context: int = 2048

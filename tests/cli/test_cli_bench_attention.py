@@ -11,8 +11,9 @@ SMALL = (
 
 
 @pytest.fixture(autouse=True)
-def _small_probe(monkeypatch):
-    """The probe takes a buffer of hundreds of MB: here its answer is given."""
+def _small_probes(monkeypatch):
+    """The probe takes a buffer of hundreds of MB: here its answer is given. Products for the peak are small ones."""
+    monkeypatch.setattr("kvist.bench.peak.SIZES", ((64, 64, 64),))
     monkeypatch.setattr("kvist.kernels.native.read_rates", lambda **_: (2e10, 1e10))
 
 
@@ -20,7 +21,7 @@ def test_formats_stand_beside_each_other(kvist):
     outcome = kvist("bench", "attention", *SMALL, "--pytorch")
     assert outcome.code == 0
     assert outcome.out.startswith("decode, 2 query heads over 1 KV heads of 64 dims, 70 tokens, batch 1, 2 layers\n")
-    names = [line.split("  ")[0] for line in outcome.out.splitlines()[2:-1]]
+    names = [line.split("  ")[0] for line in outcome.out.splitlines()[2:-3]]
     assert names == [
         *("bf16", "int8", "int4"),
         *("PyTorch, enable_gqa", "PyTorch, grouped queries", "PyTorch, product, softmax, product"),
@@ -56,6 +57,29 @@ def test_prefill_is_counted_in_operations(kvist, tmp_path):
     (row,) = printed["rows"]
     assert row["gflop_per_s"] == pytest.approx(row["tokens_per_s"] / 70 * 4 * 64 * 2 * 2 * 70 * 71 / 2 / 1e9)
     assert printed["peak_gflop_per_s"].keys() == {"bfloat16", "int8"}
+    assert all(peak > 0.1 for peak in printed["peak_gflop_per_s"].values())
+    assert "the fastest products that PyTorch has, Gflop/s: " in outcome.out
+    assert "last-level caches" not in outcome.out
+
+
+def test_what_fits_into_the_caches_is_said(kvist, monkeypatch):
+    """Read are 70 tokens: 70 * 2 * 2 * 64 * 2 bytes in bf16, and 70 * 272 in int8."""
+    monkeypatch.setattr("kvist.bench.machine.last_level_cache_bytes", lambda: 32 << 10)
+    arguments = ("bench", "attention", *SMALL, "--kv-format", "bf16,int8")
+    said = "no more than the last-level caches, 32.0 KiB, so perhaps not read from memory: "
+    assert kvist(*arguments).out.splitlines()[-1] == said + "int8"
+    monkeypatch.setattr("kvist.bench.machine.last_level_cache_bytes", lambda: 16 << 10)
+    assert "last-level caches" not in kvist(*arguments).out
+
+
+def test_what_is_unsteady_is_marked_in_decode_and_in_prefill(kvist, monkeypatch):
+    rates = iter(range(1, 1000))
+    monkeypatch.setattr("kvist.kernels.native.read_rates", lambda **_: (1e9 * 2 ** (next(rates) % 2),))
+    for more in ((), ("--prefill",)):
+        lines = kvist("bench", "attention", *SMALL, "--kv-format", "int8", *more).out.splitlines()
+        assert lines[1].split()[-1] == "spread"
+        assert lines[2].endswith("% ?")
+        assert "? the bandwidth moved by more than 10 % around most repetitions" in lines
 
 
 def test_a_picture_is_drawn(kvist, tmp_path):
@@ -75,6 +99,8 @@ def test_a_picture_is_drawn(kvist, tmp_path):
         (["--shared-prefix", "--batch", "2", "--prefill"], "and leave out --prefill"),
         (["--prefill", "--pytorch"], "--pytorch has forms of decode only: leave out --prefill"),
         (["--plot", "a.gif"], "has no known ending"),
+        (["--plot", "a.png", "--json", "a.png"], "--json and --plot name the same file"),
+        (["--kv-format", "int8,int8"], "int8"),
         (["--json", "/no/such/folder/a.json"], "there is no folder"),
         (["--threads", "0"], "threads is 0"),
     ],

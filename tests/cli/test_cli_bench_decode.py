@@ -40,6 +40,21 @@ def bench(kvist, model: str):
     return command
 
 
+def test_matrices_that_the_format_does_not_fit_are_named(kvist, tmp_path: Path) -> None:
+    """Columns of 40, no multiple of 32: those of the MLP's last matrix."""
+    state = {name: 0.2 * tensor for name, tensor in hf_state("llama").items()}
+    for name in [name for name in state if ".mlp." in name]:
+        state[name] = (state[name][:, :40] if "down" in name else state[name][:40]).contiguous()
+    folder = write_tiny_directory(tmp_path / "odd", state, config=hf_config(intermediate_size=40))
+    asked = ("--model", str(folder), "--weights-format", "int8", "--kv-format", "bf16")
+    said = "in bf16, whose columns are no multiple of 32 (layers.0.mlp.down_proj.weight"
+    outcome = kvist("bench", "prefill", *asked, "--contexts", "8", "--repetitions", "1")
+    assert said in outcome.out.splitlines()[-1]
+    (tmp_path / "text.txt").write_text("Alice was beginning to get very tired of sitting by her sister.")
+    outcome = kvist("eval", *asked, "--text", "text.txt", "--window", "8", "--windows", "1")
+    assert said in outcome.out.splitlines()[0]
+
+
 DECODE = ("--contexts", "128,64", "--tokens", "2")
 
 
@@ -62,7 +77,8 @@ def test_decode_has_a_row_for_each_context_and_format(bench) -> None:
 def test_json_of_decode_holds_weights_and_cache_apart(bench) -> None:
     printed = json.loads(bench("decode", *DECODE, "--kv-format", "bf16", "--json", "-").out)
     assert list(printed) == [
-        "work", "model", "weights_format", "weights_bytes", "kernel", "text", "tokens", "rows", "memory", "machine",
+        "work", "model", "weights_format", "weights_bytes", "bf16_matrices", "kernel", "text", "tokens", "rows",
+        "memory", "machine",
     ]  # fmt: skip
     assert (printed["work"], printed["model"], printed["text"]) == ("decode", "tiny", "calibration_text.txt")
     row = printed["rows"][0]

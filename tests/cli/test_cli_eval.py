@@ -71,14 +71,19 @@ def test_a_row_for_each_format_and_the_reference_below(kvist, asked):
     assert left_over() == []
 
 
+def test_the_twins_stand_beside_the_kernels(kvist, asked):
+    outcome = kvist(*asked, "--kv-format", "int8", "--pytorch", "--json", "-")
+    assert [row["kv_format"] for row in json.loads(outcome.out)["rows"]] == ["int8", "int8, PyTorch"]
+
+
 def test_json_holds_the_figures_and_what_they_hold_for(kvist, asked):
     outcome = kvist(*asked, "--kv-format", "bf16", "--kv-format", "int4", "--every", "3", "--json", "out.json")
     assert outcome.code == 0
     assert "one position in 3" in outcome.out
     found = json.loads(Path("out.json").read_text(encoding="utf-8"))
     assert list(found) == [
-        "model", "text", "text_sha256", "weights_format", "window", "every", "threads", "kvist", "torch",
-        "windows", "positions", "reference_perplexity", "reference_seconds", "rows",
+        "model", "text", "text_sha256", "weights_format", "bf16_matrices", "window", "every", "threads", "kvist",
+        "torch", "windows", "positions", "reference_perplexity", "reference_seconds", "rows",
     ]  # fmt: skip
     assert (found["model"], found["text"], found["weights_format"]) == ("tiny", "text.txt", "fp32")
     assert found["text_sha256"] == hashlib.sha256(TEXT.encode()).hexdigest()

@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 
-from kvist.errors import OptionError
+from kvist.errors import OptionError, SameAnswerWarning
 
 VERBS = ("run", "chat", "plan", "eval", "pull", "models", "bench")
 
@@ -100,9 +100,10 @@ def test_reader_that_goes_away_is_no_error():
 
 
 @pytest.mark.filterwarnings("default")
-def test_a_warning_is_a_line(kvist, monkeypatch):
+@pytest.mark.parametrize("category", [RuntimeWarning, SameAnswerWarning])
+def test_a_warning_is_a_line(kvist, monkeypatch, category):
     def warn(*arguments, **named):
-        warnings.warn("something is slower than it could be", RuntimeWarning, stacklevel=2)
+        warnings.warn("something is slower than it could be", category, stacklevel=2)
         raise OptionError("enough")
 
     monkeypatch.setattr("kvist.cli.options.open_llm", warn)

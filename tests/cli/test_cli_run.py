@@ -24,6 +24,7 @@ JSON_KEYS = [
     "kv_bytes_per_token",
     "weights_format",
     "weights_bytes",
+    "bf16_matrices",
     "kernel",
 ]
 
@@ -42,6 +43,15 @@ def test_text_goes_to_standard_output_and_statistics_to_standard_error(kvist, fa
         "kernel   by rote",
     ]
     assert fake_llm.closed == ["llm"]
+
+
+def test_matrices_that_the_format_does_not_fit_are_named(kvist, fake_llm):
+    fake_llm.weights_format, fake_llm.bf16_matrices = "int8", ("a",)
+    said = "weights  int8, 3.0 MiB, 1 matrix in bf16, whose columns are no multiple of 32 (a)\n"
+    assert said in kvist("run", "hello").err
+    fake_llm.bf16_matrices = ("a", "b", "c", "d")
+    assert "4 matrices in bf16, whose columns are no multiple of 32 (a, b, c ...)\n" in kvist("run", "hello").err
+    assert json.loads(kvist("run", "hello", "--json").out)["bf16_matrices"] == ["a", "b", "c", "d"]
 
 
 def test_quiet_leaves_the_text_alone(kvist, fake_llm):

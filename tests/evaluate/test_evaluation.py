@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,16 @@ def test_an_exact_cache_does_not_diverge_at_all(tiny):
     assert (row.kl_mean, row.kl_p99, row.top1_agreement) == (0, 0, 1)
     assert row.perplexity == found.reference_perplexity
     assert found.positions == WINDOWS * (WINDOW - 1)
+
+
+def test_formats_are_evaluated_through_the_twins_too(tiny, key_statics):
+    """With plain layers and pages that no native kernel works on: close, and of other bits."""
+    found = last(tiny.decoder, replace(config("int8", "int4"), pytorch=True), key_statics=key_statics)
+    assert [row.kv_format for row in found.rows] == ["int8", "int8, PyTorch", "int4", "int4, PyTorch"]
+    for native, twin in zip(found.rows[::2], found.rows[1::2], strict=True):
+        assert native.kv_bytes_per_token == twin.kv_bytes_per_token
+        assert native.kl_mean != twin.kl_mean
+        assert native.kl_mean == pytest.approx(twin.kl_mean, rel=0.25)
 
 
 def test_a_coarser_format_diverges_more_and_takes_less(tiny, key_statics):

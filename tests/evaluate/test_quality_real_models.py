@@ -18,18 +18,26 @@ MEASURED = {
     "gemma3_gguf": {"int8": 2.0e-4, "k=int8,v=int4": 0.0064, "int4": 0.0165},
 }
 MOST = 1.5  # times that
+# Times what the kernels' twins in PyTorch cost, over some windows: one alone is chance. Of SmolLM2 int8 comes to 1.28
+# in the first and to 1.13 over six.
+MOST_OF_PYTORCH, WINDOWS = 1.25, 3
 
 
 @pytest.mark.parametrize("name", MEASURED)
-def test_a_format_diverges_no_more_than_it_did(name: str, request: pytest.FixtureRequest, alice: str) -> None:
+def test_a_format_diverges_no_more_than_it_did_and_hardly_more_than_in_pytorch(
+    name: str, request: pytest.FixtureRequest, alice: str
+) -> None:
     path: Path = request.getfixturevalue(name)
-    config = EvalConfig(tuple(map(LayerFormats.parse, MEASURED[name])), window=256, windows=1)
+    config = EvalConfig(tuple(map(LayerFormats.parse, MEASURED[name])), window=256, windows=WINDOWS, pytorch=True)
     model = EvaluatedModel.load(path, config)
     reference = model.reference
     windows = text_windows(reference.tokenizer, reference.config, alice, config)
-    (evaluation,) = evaluate(
+    *_, evaluation = evaluate(
         reference.decoder, model.tested.decoder, windows, config, key_statics=model.key_statics(config)
     )
-    found = {row.kv_format: row.kl_mean for row in evaluation.rows}
-    assert {kv_format: kl for kv_format, kl in found.items() if kl > MOST * MEASURED[name][kv_format]} == {}
+    found = {row.kv_format: row.kl_mean_of_windows[0] for row in evaluation.rows}
+    means = {row.kv_format: row.kl_mean for row in evaluation.rows}
+    assert {each: found[each] for each in MEASURED[name] if found[each] > MOST * MEASURED[name][each]} == {}
+    ratios = {each: means[each] / means[f"{each}, PyTorch"] for each in MEASURED[name]}
+    assert {each: ratio for each, ratio in ratios.items() if ratio > MOST_OF_PYTORCH} == {}
     assert found["int8"] < found["k=int8,v=int4"] < found["int4"]

@@ -152,6 +152,9 @@ def test_matrices_that_no_group_fits_stay_bf16(weights_format: str, tmp_path: Pa
     model = load(directory, weights_format)
     wide = [name for name, module in model.decoder.named_modules() if isinstance(module, WideLinear)]
     assert wide == [f"layers.{layer}.mlp.down_proj" for layer in range(len(wide))] != []
+    assert model.bf16_matrices == tuple(f"{name}.weight" for name in wide)
+    assert LLM.from_loaded(model, kv_memory="1MiB").bf16_matrices == model.bf16_matrices
+    assert load(directory, "bf16").bf16_matrices == ()
     assert model.weights_bytes == weights_bytes(model.config, weights_format)
     assert divergence(model, logits(load(directory, "fp32"))) < (INT8 if weights_format == "int8" else INT4)
 

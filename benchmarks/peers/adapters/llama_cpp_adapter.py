@@ -51,7 +51,8 @@ class _Context:
     def compute(self, prompts: list[list[int]]) -> list[int]:
         """Add tokens to each sequence, packed into full steps; the most likely token after each."""
         drawn = [0] * len(prompts)
-        batch, count, ends = self._batch, 0, []
+        batch, count = self._batch, 0
+        ends: list[tuple[int, int]] = []
         for index, prompt in enumerate(prompts):
             for position, token in enumerate(prompt, self.lengths[index]):
                 batch.token[count], batch.pos[count] = token, position

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from protocol import Settings, Timed, serve
@@ -28,7 +29,7 @@ class TransformersEngine:
             quantization_config=GgufConfig(dequantize=True),
             dtype=torch.bfloat16,
         )
-        self._model = model.eval()
+        self._model: Any = model  # `from_pretrained` gives it in evaluation mode
         self.reset()
         self.fill([])
 
@@ -70,7 +71,7 @@ class TransformersEngine:
 
     def _step(self, ids: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
         """`[B, L]` tokens to the `[B, 1]` that follow them."""
-        logits = self._model(input_ids=ids, cache=cache, use_cache=True, logits_to_keep=1).logits
+        logits: torch.Tensor = self._model(input_ids=ids, cache=cache, use_cache=True, logits_to_keep=1).logits
         return logits[:, -1].argmax(-1, keepdim=True)
 
     def _decode(self, tokens: torch.Tensor, kept: DynamicCache, num_tokens: int) -> Timed:

@@ -188,18 +188,6 @@ def torch_forms(shape: AttentionShape) -> Iterator[tuple[str, Callable[[], torch
     )
 
 
-def peak_flop_per_s(dtype: torch.dtype) -> float:
-    """The fastest products of large matrices that PyTorch gives, operations per second: bf16, or int8 into int32."""
-    size, best = 1024, float("inf")
-    left, right = (torch.randint(-127, 128, (size, size)).to(dtype) for _ in range(2))
-    product = torch._int_mm if dtype == torch.int8 else torch.mm
-    for _ in range(12):
-        began_s = time.perf_counter()
-        product(left, right)
-        best = min(best, time.perf_counter() - began_s)
-    return 2.0 * size**3 / best
-
-
 def _statics(shape: AttentionShape) -> KeyStatics:
     """Statics like a model's: reading does the same whatever they are."""
     generator = torch.Generator().manual_seed(1)

@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypedDict, TypeVar
 
 Name = TypeVar("Name", bound=Hashable)
 
@@ -42,6 +42,16 @@ class Repetition:
     drift: float
 
 
+class TimingFields(TypedDict):
+    """What a row says of its timing: the bandwidth in GB/s, and the other attributes of `Timing`."""
+
+    bandwidth_gb_per_s: float
+    spread_fraction: float
+    repetitions: int
+    discarded: int
+    is_steady: bool
+
+
 @dataclass(frozen=True)
 class Timing:
     """What the repetitions of one task came to.
@@ -61,6 +71,16 @@ class Timing:
     discarded: int
     is_steady: bool
     spread_fraction: float
+
+    def fields(self) -> TimingFields:
+        """All but the seconds, for a row."""
+        return {
+            "bandwidth_gb_per_s": self.bytes_per_s / 1e9,
+            "spread_fraction": self.spread_fraction,
+            "repetitions": self.repetitions,
+            "discarded": self.discarded,
+            "is_steady": self.is_steady,
+        }
 
 
 def time_in_turn(

@@ -237,7 +237,7 @@ def _clocked(clocks: _Clocks, engine: Engine, decoder: Decoder) -> Iterator[None
             (engine, "step", clocks.around(engine.step, _ENGINE)),
             (decoder, "logits", clocks.around(decoder.logits, _OUTPUT)),
         ]
-        for part, name in _ENGINE_PARTS.items():
+        for part, name in _ENGINE_PARTS.items():  # one that was renamed raises: its time would go to another operation
             replacements.append((engine_parts, part, clocks.around(getattr(engine_parts, part), name)))
         replacements += _native_calls(clocks)
         for owner, attribute, clocked in replacements:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypedDict
 
 from kvist.bench.format_runs import FormatRuns
 from kvist.bench.memory import MemoryFigures, peak_bytes_of
@@ -94,14 +93,6 @@ class RequestsRow(_Row):
     tokens_per_s: float
 
 
-class _TimingFields(TypedDict):
-    bandwidth_gb_per_s: float
-    spread_fraction: float
-    repetitions: int
-    discarded: int
-    is_steady: bool
-
-
 def request_lengths(num_requests: int) -> list[int]:
     """Tokens of the prompts of requests that come at once: 200 to 1,499, always the same; of 32 requests 28,306."""
     import numpy as np
@@ -163,7 +154,7 @@ def decode_rows(
     found: dict[int, list[DecodeRow]] = {}
     for context in sorted(contexts, reverse=True):
         tasks = {
-            (name, batch): _bound(of_format.decode, context, batch)
+            (name, batch): partial(of_format.decode, context, batch)
             for name, of_format in runs.items()
             for batch in batches
         }
@@ -192,7 +183,7 @@ def prefill_rows(
     """
     rows = []
     for context in contexts:
-        tasks = {name: _bound(of_format.prefill, context) for name, of_format in runs.items()}
+        tasks = {name: partial(of_format.prefill, context) for name, of_format in runs.items()}
         done = _told(progress, f"{context:,} tokens")
         timings = time_in_turn(tasks, repetitions, bandwidth, warm_up=False, done=done)
         rows += [
@@ -201,7 +192,7 @@ def prefill_rows(
                 context=context,
                 tokens_per_s=context / timing.seconds,
                 seconds=timing.seconds,
-                **_timing_fields(timing),
+                **timing.fields(),
             )
             for name, timing in timings.items()
         ]
@@ -221,7 +212,7 @@ def requests_rows(
         lengths: tokens of each prompt.
         runs, repetitions, bandwidth, progress: as in `decode_rows`.
     """
-    tasks = {name: _bound(of_format.answer, lengths) for name, of_format in runs.items()}
+    tasks = {name: partial(of_format.answer, lengths) for name, of_format in runs.items()}
     done = _told(progress, f"{len(lengths)} requests")
     timings = time_in_turn(tasks, repetitions, bandwidth, warm_up=False, done=done)
     rows = []
@@ -234,7 +225,7 @@ def requests_rows(
                 prompt_tokens=prompt_tokens,
                 new_tokens=new_tokens,
                 tokens_per_s=(prompt_tokens + new_tokens) / timing.seconds,
-                **_timing_fields(timing),
+                **timing.fields(),
             )
         )
     return rows
@@ -255,22 +246,8 @@ def _decode_row(runs: FormatRuns, context: int, batch: int, weights_bytes: int, 
         cache_bytes=read.cache,
         gb_per_s=read.total * steps_per_s / 1e9,
         roofline_fraction=read.total * steps_per_s / timing.bytes_per_s,
-        **_timing_fields(timing),
+        **timing.fields(),
     )
-
-
-def _timing_fields(timing: Timing) -> _TimingFields:
-    return {
-        "bandwidth_gb_per_s": timing.bytes_per_s / 1e9,
-        "spread_fraction": timing.spread_fraction,
-        "repetitions": timing.repetitions,
-        "discarded": timing.discarded,
-        "is_steady": timing.is_steady,
-    }
-
-
-def _bound(run: Callable[..., Measured], *arguments: object) -> Callable[[], Measured]:
-    return lambda: run(*arguments)
 
 
 def _told(progress: Progress, stage: str) -> Callable[[int, int], None]:

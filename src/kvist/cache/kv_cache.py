@@ -44,6 +44,7 @@ class KVCache:
         config: storage format, budget, and what windows keep.
         device: where the pages are.
         key_statics: for each layer, what its quantised keys are coded with; plain keys need none.
+        native: whether native kernels work on pages on the CPU; else their twins in PyTorch do, as on other devices.
 
     Attributes:
         layers, config, device: as given.
@@ -66,6 +67,7 @@ class KVCache:
         device: torch.device | str = "cpu",
         *,
         key_statics: Sequence[KeyStatics | None] | None = None,
+        native: bool = True,
     ) -> None:
         self.layers = tuple(layers)
         self.config = config
@@ -74,7 +76,7 @@ class KVCache:
         self.formats = config.kv_format.of(len(self.layers))
         self.bytes_per_token = self.plan.bytes_per_token
         statics = _checked_statics(self.formats, key_statics, self.device)
-        self.groups = _groups(self.plan, statics, config, self.device)
+        self.groups = _groups(self.plan, statics, config, self.device, native=native)
         self._sequences: dict[int, CachedSequence] = {}
         self._next_id = 0
 
@@ -88,6 +90,7 @@ class KVCache:
         *,
         max_step_tokens: int,
         key_statics: Sequence[KeyStatics | None] | None = None,
+        native: bool = True,
     ) -> KVCache:
         """A cache for one run over `num_tokens`, and no page more. It keeps no slack to rewind.
 
@@ -95,7 +98,8 @@ class KVCache:
         `KVCache` and `CacheConfig`.
         """
         needed = CachePlan(layers, kv_format, 0, max_step_tokens).bytes_for(num_tokens)
-        return cls(layers, CacheConfig(kv_format, needed, 0, max_step_tokens), device, key_statics=key_statics)
+        config = CacheConfig(kv_format, needed, 0, max_step_tokens)
+        return cls(layers, config, device, key_statics=key_statics, native=native)
 
     # --- the account --------------------------------------------------------------------------------------------------
 
@@ -344,14 +348,14 @@ def _checked_statics(
 
 
 def _groups(
-    plan: CachePlan, statics: Sequence[KeyStatics | None], config: CacheConfig, device: torch.device
+    plan: CachePlan, statics: Sequence[KeyStatics | None], config: CacheConfig, device: torch.device, *, native: bool
 ) -> tuple[CacheGroup, ...]:
     groups = []
     for group in plan.groups:
         codec = PageCodec(group.layout, [statics[layer] for layer in group.layer_group.layers])
         pool = PagePool(group.layout.page_bytes, config.memory_bytes // group.stride, device)
-        native = NativePages(codec, group.layer_group.window) if device.type == "cpu" else None
-        groups.append(CacheGroup(group.layer_group, codec, native, pool, group.rules))
+        pages = NativePages(codec, group.layer_group.window) if native and device.type == "cpu" else None
+        groups.append(CacheGroup(group.layer_group, codec, pages, pool, group.rules))
     return tuple(groups)
 
 

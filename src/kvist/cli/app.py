@@ -103,7 +103,7 @@ def _show_warning(
     line: str | None = None,
 ) -> None:
     """Our own warnings as a line for people, without the place in the code; those of libraries as Python has them."""
-    if category is RuntimeWarning:
+    if issubclass(category, RuntimeWarning):
         print_note(str(message))
     else:
         sys.stderr.write(warnings.formatwarning(message, category, filename, lineno, line))

@@ -12,6 +12,7 @@ from kvist.cli.bench_attention import attention
 from kvist.cli.bench_decode import batch, decode
 from kvist.cli.bench_heads import heads
 from kvist.cli.bench_prefill import prefill
+from kvist.cli.bench_products import products
 from kvist.config import check_threads
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ def bench() -> None:
     """Measure this machine."""
 
 
-for _verb in (attention, decode, prefill, batch, heads):
+for _verb in (attention, products, decode, prefill, batch, heads):
     app.command()(_verb)
 
 

@@ -12,7 +12,7 @@ import typer
 from kvist.checks import check_integer
 from kvist.cli import bench_options, options
 from kvist.cli.bench_model import Asked, bench_model
-from kvist.cli.bench_report import BenchReport, new_table, produce
+from kvist.cli.bench_report import BenchReport, ModelReport, new_table, produce
 from kvist.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def batch(
 
 
 @dataclass(frozen=True)
-class DecodeReport(BenchReport):
+class DecodeReport(ModelReport):
     """Tokens per second over contexts, or over batches.
 
     Attributes:
@@ -200,4 +200,4 @@ def _report(verb: str, asked: Asked, contexts: tuple[int, ...], batches: tuple[i
             model.bandwidth,
             model.progress,
         )
-    return DecodeReport(model.subject, memory, verb, tokens, tuple(rows))
+    return DecodeReport(model.machine, model.subject, memory, verb, tokens, tuple(rows))

@@ -17,6 +17,7 @@ from kvist.kv_format import LayerFormats
 
 if TYPE_CHECKING:
     from kvist.bench.format_runs import FormatRuns
+    from kvist.bench.machine import MachineFacts
     from kvist.bench.memory import MemoryFigures
     from kvist.bench.probed import Measured
     from kvist.evaluate.text_windows import EvaluationText
@@ -58,6 +59,7 @@ class BenchModel:
     """A loaded model and its caches.
 
     Attributes:
+        machine: the facts.
         subject: what is measured.
         loaded: the model.
         runs: for the name of each format, the sequences in it.
@@ -66,6 +68,7 @@ class BenchModel:
         progress: told how far everything is.
     """
 
+    machine: MachineFacts
     subject: Subject
     loaded: LoadedModel
     runs: dict[str, FormatRuns]
@@ -106,6 +109,7 @@ def bench_model(asked: Asked, lengths: Sequence[int], new_tokens: int, *, kept: 
     import torch
 
     from kvist.bench.format_runs import FormatRuns, Workload
+    from kvist.bench.machine import MachineFacts
     from kvist.bench.memory import resident_bytes
     from kvist.bench.prompts import Prompts
     from kvist.loading import load
@@ -123,7 +127,8 @@ def bench_model(asked: Asked, lengths: Sequence[int], new_tokens: int, *, kept: 
         runs = {
             str(kv_format): FormatRuns(loaded, kv_format, prompts, workload, key_statics) for kv_format in asked.formats
         }
-        yield BenchModel(Subject.of(loaded, text.name), loaded, runs, program_bytes, asked.repetitions, progress)
+        machine, subject = MachineFacts.gather(torch.get_num_threads()), Subject.of(loaded, text.name)
+        yield BenchModel(machine, subject, loaded, runs, program_bytes, asked.repetitions, progress)
 
 
 def _text(path: Path | None) -> EvaluationText:

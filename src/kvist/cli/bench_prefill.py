@@ -11,7 +11,7 @@ import typer
 
 from kvist.cli import bench_options, options
 from kvist.cli.bench_model import Asked, bench_model
-from kvist.cli.bench_report import BenchReport, new_table, produce
+from kvist.cli.bench_report import ModelReport, new_table, produce
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -43,7 +43,7 @@ def prefill(
 
 
 @dataclass(frozen=True)
-class PrefillReport(BenchReport):
+class PrefillReport(ModelReport):
     """Tokens per second over lengths of prompts."""
 
     rows: tuple[PrefillRow, ...]
@@ -91,4 +91,4 @@ def _report(asked: Asked, contexts: tuple[int, ...]) -> PrefillReport:
     with bench_model(asked, [longest], 0, kept=False) as model:
         memory = model.filled(lambda runs: runs.prefill(longest))
         rows = prefill_rows(model.runs, contexts, model.repetitions, model.bandwidth, model.progress)
-    return PrefillReport(model.subject, memory, tuple(rows))
+    return PrefillReport(model.machine, model.subject, memory, tuple(rows))

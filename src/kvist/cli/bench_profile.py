@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvist.cli.bench_model import Asked, bench_model
-from kvist.cli.bench_report import BenchReport, new_table
+from kvist.cli.bench_report import ModelReport, new_table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ProfileReport(BenchReport):
+class ProfileReport(ModelReport):
     """A step of decode by operation, after each context in each format.
 
     Attributes:
@@ -70,7 +70,7 @@ def profile_report(asked: Asked, contexts: Sequence[int], tokens: int) -> Profil
             model.progress("measuring", done, len(pairs))
             profiles[context, name] = profile_step(model.runs[name], model.loaded.decoder, context, model.repetitions)
         in_order = tuple(profiles[context, name] for context in contexts for name in model.runs)
-    return ProfileReport(model.subject, memory, tokens, in_order)
+    return ProfileReport(model.machine, model.subject, memory, tokens, in_order)
 
 
 def _table(profiles: Sequence[StepProfile]) -> Table:

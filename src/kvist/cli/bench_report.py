@@ -1,4 +1,4 @@
-"""What a measurement of a model prints and writes."""
+"""What a measurement prints and writes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kvist.cli.output import table_console
+from kvist.cli.output import in_bf16, table_console
 from kvist.cli.output_file import output_file
 from kvist.errors import OptionError
 
@@ -25,51 +25,46 @@ _STANDARD_OUTPUT = Path("-")
 
 @dataclass(frozen=True)
 class Subject:
-    """What was measured, and on what.
+    """What was measured.
 
     Attributes:
         model: what it goes by.
         weights_format, weights_bytes: of its weights.
+        bf16_matrices: those that the format does not fit.
         kernel: that attends.
         text: the name of the text that it ran over.
-        machine: the facts.
     """
 
     model: str
     weights_format: str
     weights_bytes: int
+    bf16_matrices: tuple[str, ...]
     kernel: str
     text: str
-    machine: MachineFacts
 
     @classmethod
     def of(cls, loaded: LoadedModel, text: str) -> Subject:
-        import torch
-
         from kvist.attention import kernel_name
-        from kvist.bench.machine import MachineFacts
 
         return cls(
             model=loaded.name,
             weights_format=loaded.weights_format,
             weights_bytes=loaded.weights_bytes,
+            bf16_matrices=loaded.bf16_matrices,
             kernel=kernel_name(loaded.decoder.device),
             text=text,
-            machine=MachineFacts.gather(torch.get_num_threads()),
         )
 
 
 @dataclass(frozen=True)
 class BenchReport(ABC):
-    """Figures, and what they are of.
+    """Figures, and what they rest on.
 
     Attributes:
-        subject: what was measured.
-        memory: that the runs took.
+        machine: the facts.
     """
 
-    subject: Subject
-    memory: tuple[MemoryFigures, ...]
+    machine: MachineFacts
 
     @property
     @abstractmethod
@@ -94,24 +89,51 @@ class BenchReport(ABC):
         """Draw them into a file of a kind."""
 
     @property
+    @abstractmethod
     def title(self) -> str:
-        return f"{self.work}, {self.subject.model}, {self.subject.weights_format} weights"
+        """What was measured, in a line."""
 
     @property
     def facts(self) -> str:
         """What the figures rest on, in a line or two."""
         unsteady = "" if self.is_steady else "\n? the bandwidth moved by more than 10 % around most repetitions"
-        return self.subject.machine.line + unsteady
+        return self.machine.line + unsteady
+
+    def fields(self) -> dict[str, Any]:
+        """What stands in the JSON beside the machine."""
+        return {"work": self.work, **self.figures()}
 
     def json(self) -> str:
-        fields: dict[str, Any] = {
-            "work": self.work,
-            **{name: value for name, value in asdict(self.subject).items() if name != "machine"},
-            **self.figures(),
-            "memory": [{**asdict(one), "predicted_bytes": one.predicted_bytes} for one in self.memory],
-            "machine": asdict(self.subject.machine),
-        }
-        return json_module.dumps(fields, allow_nan=False)
+        return json_module.dumps({**self.fields(), "machine": asdict(self.machine)}, allow_nan=False)
+
+    def all_tables(self) -> Iterable[Table]:
+        """Those of the figures, and what belongs below them."""
+        return self.tables()
+
+
+@dataclass(frozen=True)
+class ModelReport(BenchReport):
+    """Figures of a model.
+
+    Attributes:
+        subject: what was measured.
+        memory: that the runs took.
+    """
+
+    subject: Subject
+    memory: tuple[MemoryFigures, ...]
+
+    @property
+    def title(self) -> str:
+        return f"{self.work}, {self.subject.model}, {self.subject.weights_format} weights"
+
+    @property
+    def facts(self) -> str:
+        return "\n".join([super().facts, *in_bf16(self.subject.bf16_matrices)])
+
+    def fields(self) -> dict[str, Any]:
+        memory = [{**asdict(one), "predicted_bytes": one.predicted_bytes} for one in self.memory]
+        return {"work": self.work, **asdict(self.subject), **self.figures(), "memory": memory}
 
     def all_tables(self) -> Iterable[Table]:
         """Those of the figures, and that of the memory."""

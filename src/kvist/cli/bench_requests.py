@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvist.cli.bench_model import Asked, bench_model
-from kvist.cli.bench_report import BenchReport, new_table
+from kvist.cli.bench_report import ModelReport, new_table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -19,7 +19,7 @@ NEW_TOKENS = 64
 
 
 @dataclass(frozen=True)
-class RequestsReport(BenchReport):
+class RequestsReport(ModelReport):
     """Seconds until all requests have their answers.
 
     Attributes:
@@ -75,4 +75,4 @@ def requests_report(asked: Asked, num_requests: int) -> RequestsReport:
     with bench_model(asked, lengths, NEW_TOKENS - 1, kept=False) as model:
         memory = model.filled(lambda runs: runs.answer(lengths))
         rows = requests_rows(model.runs, lengths, model.repetitions, model.bandwidth, model.progress)
-    return RequestsReport(model.subject, memory, tuple(lengths), tuple(rows))
+    return RequestsReport(model.machine, model.subject, memory, tuple(lengths), tuple(rows))

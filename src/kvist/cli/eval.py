@@ -50,6 +50,9 @@ def evaluate(
     window: Annotated[int, typer.Option(help="Tokens that are predicted in one go.", metavar="N")] = EvalConfig.window,
     windows: Annotated[int, typer.Option(help="How many, from the beginning on.", metavar="N")] = EvalConfig.windows,
     every: Annotated[int, typer.Option(help="Score every Nth position: quicker.", metavar="N")] = EvalConfig.every,
+    pytorch: Annotated[
+        bool, typer.Option("--pytorch", help="Each format through the kernels' twins in PyTorch beside it.")
+    ] = False,
     json: Annotated[
         Path | None, typer.Option(help="Write one JSON object; - prints it and nothing else.", metavar="FILE")
     ] = None,
@@ -70,7 +73,12 @@ def evaluate(
     is that alone.
     """
     config = EvalConfig(
-        tuple(map(LayerFormats.parse, kv_format or DEFAULT_KV_FORMATS)), weights_format, window, windows, every
+        tuple(map(LayerFormats.parse, kv_format or DEFAULT_KV_FORMATS)),
+        weights_format,
+        window,
+        windows,
+        every,
+        pytorch,
     )
     if threads is not None:
         check_threads("threads", threads)
@@ -155,7 +163,7 @@ def _evaluate(
                 started=shown.started,
             ):
                 shown.done(evaluation)
-                report = EvalReport(loaded.name, source, config, evaluation)
+                report = EvalReport(loaded.name, source, config, evaluated.tested.bf16_matrices, evaluation)
     except KeyboardInterrupt:
         if report is not None and not silent:
             table_console().print(report.table())

@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from kvist.cli.output import print_note, screen_width
+from kvist.cli.output import in_bf16, print_note, screen_width
 from kvist.evaluate.eval_config import EvalConfig
 from kvist.evaluate.evaluation import Evaluation
 from kvist.evaluate.text_windows import EvaluationText
@@ -34,12 +34,14 @@ class EvalReport:
         model: its name.
         text: that was predicted.
         config: what was asked for.
+        bf16_matrices: those that the format of the weights does not fit.
         evaluation: as far as it went.
     """
 
     model: str
     text: EvaluationText
     config: EvalConfig
+    bf16_matrices: tuple[str, ...]
     evaluation: Evaluation
 
     def json(self) -> str:
@@ -49,6 +51,7 @@ class EvalReport:
             "text": self.text.name,
             "text_sha256": self.text.sha256,
             "weights_format": self.config.weights_format,
+            "bf16_matrices": self.bf16_matrices,
             "window": self.config.window,
             "every": self.config.every,
             "threads": torch.get_num_threads(),
@@ -63,7 +66,8 @@ class EvalReport:
         windows, every = self.evaluation.windows, self.config.every
         counted = f"{windows:,} window{'s' * (windows != 1)} of {self.config.window:,} tokens"
         scored = "" if every == 1 else f", one position in {every:,}"
-        return f"{self.model} on {self.text.name}, {counted}{scored}, weights in {self.config.weights_format}"
+        weights = ", ".join([f"weights in {self.config.weights_format}", *in_bf16(self.bf16_matrices)])
+        return f"{self.model} on {self.text.name}, {counted}{scored}, {weights}"
 
     def table(self) -> RenderableType:
         """The same for a person."""

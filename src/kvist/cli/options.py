@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvist.cli.output import print_note
 from kvist.config import WEIGHTS_FORMATS, check_format, check_threads
 from kvist.errors import OptionError
 from kvist.kv_format import KV_FORMATS, LayerFormats
@@ -87,8 +86,6 @@ def open_llm(
     if threads is not None:
         check_threads("threads", threads)
 
-    if weights_format == "fp32":
-        print_note("with fp32 weights the last bits of a token's logits depend on what is computed beside it")
     prepare_to_compute()
     from kvist.cli.progress import progress_bar
     from kvist.llm import LLM

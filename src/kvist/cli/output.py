@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _LEAST_WIDTH = 40
 _UNBOUNDED_WIDTH = 10_000
+_MOST_NAMED = 3
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Report:
     kv_bytes_per_token: int
     weights_format: str
     weights_bytes: int
+    bf16_matrices: tuple[str, ...]
     kernel: str
 
     @classmethod
@@ -57,6 +59,7 @@ class Report:
             kv_bytes_per_token=completion.kv_bytes_per_token,
             weights_format=llm.weights_format,
             weights_bytes=llm.weights_bytes,
+            bf16_matrices=llm.bf16_matrices,
             kernel=llm.kernel,
         )
 
@@ -77,9 +80,20 @@ class Report:
             "tokens": tokens + (", cut off at the limit" if self.finish_reason == "length" else ""),
             "speed": ", ".join(speeds),
             "cache": f"{self.kv_format}, {binary_size(self.kv_bytes)}, {self.kv_bytes_per_token:,} bytes per token",
-            "weights": f"{self.weights_format}, {binary_size(self.weights_bytes)}",
+            "weights": ", ".join(
+                [self.weights_format, binary_size(self.weights_bytes), *in_bf16(self.bf16_matrices)],
+            ),
             "kernel": self.kernel,
         }
+
+
+def in_bf16(matrices: Sequence[str]) -> list[str]:
+    """What there is to say of matrices that the format does not fit, as a list of one; an empty one without such."""
+    if not matrices:
+        return []
+    named = ", ".join(matrices[:_MOST_NAMED]) + (" ..." if len(matrices) > _MOST_NAMED else "")
+    count = f"{len(matrices)} matri{'x' if len(matrices) == 1 else 'ces'}"
+    return [f"{count} in bf16, whose columns are no multiple of 32 ({named})"]
 
 
 def written(deltas: Iterable[TextDelta]) -> Generator[TextDelta, None, None]:

@@ -24,6 +24,7 @@ class EvalConfig:
         window: tokens that are predicted in one sequence; a BOS token counts.
         windows: how many follow one another from the text's beginning on.
         every: positions from one that is scored to the next.
+        pytorch: whether each format is evaluated through the kernels' plain twins in PyTorch too.
 
     Raises:
         OptionError: a value is out of range, or a format is there twice or not at all.
@@ -34,6 +35,7 @@ class EvalConfig:
     window: int = 2048
     windows: int = 8
     every: int = 1
+    pytorch: bool = False
 
     def __post_init__(self) -> None:
         check_format("weights_format", self.weights_format, WEIGHTS_FORMATS)

@@ -33,7 +33,7 @@ EXACT = LayerFormats(KVFormat("fp32", "fp32"))
 POSITION_RUN = 1024
 """Positions of a window whose mean divergence is given by itself."""
 
-_REFERENCE = "reference"
+_REFERENCE, _PYTORCH = "reference", ", PyTorch"
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class FormatRow:
     """What one format came to, over all windows so far.
 
     Attributes:
-        kv_format: its name.
+        kv_format: its name; followed by `, PyTorch` where the kernels' twins computed.
         kv_bytes_per_token: of keys and values over all layers.
         kl_mean, kl_p99: mean and 99th percentile of KL(reference || format), nats per token.
         top1_agreement: the share of positions at which the likeliest token is the reference's.
@@ -113,8 +113,11 @@ def evaluate(
     device = reference.device
     rows = torch.arange(0, config.window - 1, config.every, device=device)
     caches = {
-        str(kv_format): _cache(tested, kv_format, config.window, max_step_tokens, key_statics)
+        f"{kv_format}{path}": _cache(
+            tested, kv_format, config.window, max_step_tokens, key_statics, native=path != _PYTORCH
+        )
         for kv_format in config.formats
+        for path in ("", *([_PYTORCH] if config.pytorch else []))
     }
     exact = _cache(reference, EXACT, config.window, max_step_tokens)
     found: dict[str, list[Predictions]] = {name: [] for name in caches}
@@ -127,7 +130,8 @@ def evaluate(
         for name, cache in ((_REFERENCE, exact), *caches.items()):
             started(index, name)
             began_s = time.perf_counter()
-            hidden[name] = _hidden_states(reference if cache is exact else tested, cache, token_ids)[rows]
+            decoder, plain = reference if cache is exact else tested, name.endswith(_PYTORCH)
+            hidden[name] = _hidden_states(decoder, cache, token_ids, plain_layers=plain)[rows]
             seconds[name] += time.perf_counter() - began_s
         exact_surprisal, predictions = _compared(reference, tested, hidden, token_ids[rows + 1], seconds)
         surprisal.append(exact_surprisal)
@@ -166,17 +170,27 @@ def _cache(
     num_tokens: int,
     max_step_tokens: int,
     statics: Sequence[KeyStatics] | None = None,
+    *,
+    native: bool = True,
 ) -> KVCache:
     """A cache for a window of the text."""
     layers = decoder.config.layers
     check_window(layers, kv_format, num_tokens, max_step_tokens)
     return KVCache.for_run(
-        layers, kv_format, num_tokens, decoder.device, max_step_tokens=max_step_tokens, key_statics=statics
+        layers,
+        kv_format,
+        num_tokens,
+        decoder.device,
+        max_step_tokens=max_step_tokens,
+        key_statics=statics,
+        native=native,
     )
 
 
 @torch.inference_mode()
-def _hidden_states(decoder: Decoder, cache: KVCache, token_ids: torch.Tensor) -> torch.Tensor:
+def _hidden_states(
+    decoder: Decoder, cache: KVCache, token_ids: torch.Tensor, *, plain_layers: bool = False
+) -> torch.Tensor:
     """`[T, E]` of a text, computed in a sequence of its own, step after step."""
     sequence_id = cache.open()
     try:
@@ -187,7 +201,8 @@ def _hidden_states(decoder: Decoder, cache: KVCache, token_ids: torch.Tensor) ->
             step = token_ids[first : first + cache.config.max_step_tokens]
             view = cache.view([Span(sequence_id, len(step))])
             no_rows = step.new_empty(0)
-            steps.append(decoder.hidden_states(StepInputs(step, view.positions(), no_rows, view)))
+            inputs = StepInputs(step, view.positions(), no_rows, view)
+            steps.append(decoder.hidden_states(inputs, plain_layers=plain_layers))
             cache.commit(view)
         return torch.cat(steps)
     finally:

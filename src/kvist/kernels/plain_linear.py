@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import nn
 
@@ -21,3 +23,24 @@ class Linear(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return product(x, self.weight, self.bias)
+
+
+# Rows that are computed together, and columns and rows of matrices, small ones and those of a layer.
+_ROW_COUNTS = (1, 2, 3, 7, 16, 33, 64)
+_MATRICES = ((64, 48), (576, 1536), (1536, 576))
+
+
+@cache
+def bf16_rows_keep_their_bits() -> bool:
+    """Whether products in bf16 on this machine's CPU give a row the same bits whatever its number of neighbours.
+
+    It is tried once, with random numbers, for some ms: a proof for the shapes that are tried, and a sign for others.
+    """
+    generator = torch.Generator().manual_seed(0)
+    for columns, rows in _MATRICES:
+        weight = torch.randn(rows, columns, generator=generator).bfloat16()
+        x = torch.randn(_ROW_COUNTS[-1], columns, generator=generator).bfloat16()
+        whole = product(x, weight)
+        if not all(torch.equal(product(x[-count:], weight), whole[-count:]) for count in _ROW_COUNTS):
+            return False
+    return True

@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from kvist.config import WEIGHTS_FORMATS, ModelConfig, check_format
 from kvist.errors import ModelFileError, UnsupportedModelError, shown
+from kvist.kernels.plain_linear import bf16_rows_keep_their_bits
 from kvist.loading.end_tokens import end_token_ids
 from kvist.loading.fingerprint import FilesHash, model_fingerprint
 from kvist.loading.gguf_file import GgufFile
@@ -22,7 +25,7 @@ from kvist.loading.safetensors_checkpoint import SafetensorsCheckpoint
 from kvist.loading.tokenizer import Tokenizer
 from kvist.loading.untrusted_file import FETCH_AGAIN, errors_about, read_json
 from kvist.loading.weights import assign_weights, fitting_decoder
-from kvist.loading.weights_plan import WEIGHT_DTYPES, stored_plan, weights_plan
+from kvist.loading.weights_plan import WEIGHT_DTYPES, stored_plan, unfitting, weights_plan
 from kvist.models.registry import decoder_config
 
 if TYPE_CHECKING:
@@ -43,6 +46,8 @@ class LoadedModel:
             blocks are reached through it: `GgufCheckpoint(GgufFile(source), config).codes(name)`.
         eos_token_ids: the tokens that end a text.
         weights_bytes: of all parameters, tied ones once.
+        bf16_matrices: those that stay in bf16 because `weights_format` does not fit them: their columns are no multiple
+            of 32.
         files_hash: of the files that the weights come from.
     """
 
@@ -54,7 +59,19 @@ class LoadedModel:
     eos_token_ids: frozenset[int]
     weights_format: str
     weights_bytes: int
+    bf16_matrices: tuple[str, ...]
     files_hash: FilesHash
+
+    @property
+    def why_bits_differ(self) -> str | None:
+        """Why the last bits of a token's logits depend on how its context was computed; None where they do not."""
+        differ = "the last bits of a token's logits depend on what is computed beside it"
+        if self.weights_format == "fp32":
+            return f"with fp32 weights {differ}"
+        plain = any(weight.dim() == 2 and weight.dtype == torch.bfloat16 for weight in self.decoder.parameters())
+        if plain and self.decoder.device.type == "cpu" and not bf16_rows_keep_their_bits():
+            return f"PyTorch's products in bf16 round a row otherwise among others on this machine: {differ}"
+        return None
 
     def key_statics(self, progress: Progress | None = None) -> tuple[KeyStatics, ...]:
         """What the quantised keys of each layer are coded with: the same bits whenever it is asked for.
@@ -139,13 +156,13 @@ class _Weights:
         checkpoint, packed = SafetensorsCheckpoint(directory), read_packed(directory)
         return cls(checkpoint, packed, *fitting_decoder(config, checkpoint, str(directory), packed))
 
-    def assign(self, weights_format: str) -> int:
-        """Give the decoder its weights; returns their bytes."""
+    def assign(self, weights_format: str) -> tuple[int, tuple[str, ...]]:
+        """Give the decoder its weights; returns their bytes, and the matrices that the format does not fit."""
         if weights_format in WEIGHT_DTYPES:
             plan = weights_plan(self.decoder, weights_format)
-        else:
-            plan = stored_plan(self.decoder, self.names, self.packed)
-        return assign_weights(self.decoder, self.checkpoint, self.names, plan)
+            return assign_weights(self.decoder, self.checkpoint, self.names, plan), ()
+        plan = stored_plan(self.decoder, self.names, self.packed)
+        return assign_weights(self.decoder, self.checkpoint, self.names, plan), unfitting(plan)
 
 
 def _load_directory(directory: Path, source: ModelSource, weights_format: str, progress: Progress) -> LoadedModel:
@@ -162,10 +179,12 @@ def _load_directory(directory: Path, source: ModelSource, weights_format: str, p
     if weights_format not in WEIGHT_DTYPES and not source.is_gguf:
         copy = _quantised_copy(weights, source, files_hash.get(progress), weights_format, progress)
         weights = _Weights.of(copy, config)
+    weights_bytes, bf16_matrices = weights.assign(weights_format)
     return LoadedModel(
         name=source.name,
         source=source.path.absolute(),
-        weights_bytes=weights.assign(weights_format),
+        weights_bytes=weights_bytes,
+        bf16_matrices=bf16_matrices,
         decoder=weights.decoder.eval(),
         config=config,
         tokenizer=tokenizer,

@@ -56,6 +56,15 @@ def takes(storage: str, shape: tuple[int, ...]) -> bool:
     return storage in WEIGHT_FORMATS and len(shape) == 2 and shape[1] % GROUP_COLUMNS == 0
 
 
+def unfitting(plan: Mapping[str, KeptWeight]) -> tuple[str, ...]:
+    """The matrices that are plain since no format of packed matrices takes their columns."""
+    return tuple(
+        name
+        for name, kept in plan.items()
+        if len(kept.shape) == 2 and not takes(next(iter(WEIGHT_FORMATS)), kept.shape)
+    )
+
+
 def stored_plan(decoder: Decoder, names: Mapping[str, str], packed: Mapping[str, str]) -> dict[str, KeptWeight]:
     """How a prepared copy in a quantised format keeps each parameter.
 
