@@ -85,10 +85,10 @@ class TinyModel:
     raw_config: dict[str, object]
 
 
-def tiny_oracle(family: str, directory: Path | None = None) -> PreTrainedModel:
-    """A random transformers model in float32; saved to `directory` where one is given."""
+def tiny_oracle(family: str, directory: Path | None = None, **others: object) -> PreTrainedModel:
+    """A random transformers model in float32, other fields as given; saved to `directory` where there is one."""
     model_type, changes = TINY_CONFIGS[family]
-    config = AutoConfig.for_model(model_type, **{**_SHAPE, **changes})
+    config = AutoConfig.for_model(model_type, **{**_SHAPE, **changes, **others})
     torch.manual_seed(0)
     oracle = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():

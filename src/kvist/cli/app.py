@@ -12,6 +12,7 @@ import typer
 
 from kvist.cli.bench import app as bench
 from kvist.cli.chat import chat
+from kvist.cli.convert import app as convert
 from kvist.cli.eval import evaluate
 from kvist.cli.models import models
 from kvist.cli.output import print_error, print_note
@@ -65,6 +66,14 @@ app.add_typer(
     invoke_without_command=True,
     no_args_is_help=False,
     help="Measure this machine.",
+)
+app.add_typer(
+    convert,
+    name="convert",
+    callback=_help_when_alone,
+    invoke_without_command=True,
+    no_args_is_help=False,
+    help="Convert checkpoints between numbers of KV heads.",
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,7 +18,10 @@ from kvist.kv_format import LayerFormats, check_distinct
 from kvist.memory import MemoryBudget, available_bytes, distinct_sizes
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvist.cli.plan_figures import FormatFigures, Request
+    from kvist.cli.plan_heads import FewerHeads
     from kvist.models.cache_shape import CacheShape
 
 DEFAULT_KV_FORMATS = ("fp32", "bf16", "int8", "k=int8,v=int4", "int4")
@@ -72,7 +76,9 @@ def plan(
     budget = MemoryBudget.parse(kv_memory)
     if model is not None and config is not None:
         raise OptionError("--model and --config name two models: give one of them")
-    name, shape, weights, weights_bytes = _described(model or options.DEFAULT_MODEL, config, weights_format)
+    name, shape, weights, weights_bytes, weights_with = _described(
+        model or options.DEFAULT_MODEL, config, weights_format
+    )
     if weights_bytes is None and weights_format is not None:
         raise OptionError(
             f"weights_format is {weights_format}, and Kvist does not run {name}, so that its weights are not known: "
@@ -80,6 +86,7 @@ def plan(
         )
 
     from kvist.cli.plan_figures import Request, figures
+    from kvist.cli.plan_heads import fewer_heads
 
     context = context or shape.max_context
     if context is None:
@@ -87,6 +94,7 @@ def plan(
     memory_bytes, notes = _memory_for(budget, weights_bytes)
     request = Request(context, batch, max_step_tokens, memory_bytes, budget)
     rows, refusals = figures(shape, formats, request, leave_out=not kv_format)
+    fewer = fewer_heads(shape, rows, request, weights_bytes, weights_with)
     for note in (*shape.notes, *notes, *refusals):
         print_note(note)
     if batch > request.max_sequences:
@@ -94,28 +102,31 @@ def plan(
     if shape.max_context is not None and context > shape.max_context:
         print_note(f"{name} takes {shape.max_context:,} tokens at most: the {context:,} are planned all the same")
     if as_json:
-        print(_json(name, shape, request, rows, weights, weights_bytes))
+        print(_json(name, shape, request, rows, fewer, weights, weights_bytes))
     else:
         from kvist.cli.plan_tables import print_plan
 
-        print_plan(name, shape, request, rows, weights, weights_bytes)
+        print_plan(name, shape, request, rows, fewer, weights, weights_bytes)
 
 
 def _described(
     model: str, config: str | None, weights_format: str | None
-) -> tuple[str, CacheShape, str | None, int | None]:
-    """What the model goes by and what its cache must hold; the format and bytes of its weights, where Kvist runs it."""
+) -> tuple[str, CacheShape, str | None, int | None, Callable[[int], int]]:
+    """What the model goes by and what its cache must hold; where Kvist runs it, the format and bytes of its weights,
+    and their bytes with another number of KV heads.
+    """
     from kvist.loading.model_config import config_file, model_config
-    from kvist.loading.planned_weights import planned_weights
+    from kvist.loading.planned_weights import planned_weights, weights_with_kv_heads
     from kvist.loading.untrusted_file import errors_about
     from kvist.models.cache_shape import cache_shape
 
     name, path, raw = model_config(model) if config is None else config_file(config)
     with errors_about(path):
         shape = cache_shape(raw)
-        if shape.config is None:
-            return name, shape, None, None
-        return name, shape, *planned_weights(name, path, shape.config, weights_format)
+        if (known := shape.config) is None:
+            return name, shape, None, None, lambda num_kv_heads: 0
+        kept, num_bytes = planned_weights(name, path, known, weights_format)
+        return name, shape, kept, num_bytes, lambda number: weights_with_kv_heads(path, known, kept, number)
 
 
 def _memory_for(budget: MemoryBudget, weights_bytes: int | None) -> tuple[int, tuple[str, ...]]:
@@ -139,6 +150,7 @@ def _json(
     shape: CacheShape,
     request: Request,
     rows: Sequence[FormatFigures],
+    fewer: Sequence[FewerHeads],
     weights_format: str | None,
     weights_bytes: int | None,
 ) -> str:
@@ -171,6 +183,14 @@ def _json(
             "num_heads": shape.num_heads,
             "num_kv_heads": shape.num_kv_heads,
             "variants": variants,
+            "fewer_kv_heads": [
+                {
+                    "num_kv_heads": one.num_kv_heads,
+                    "weights_bytes": one.weights_bytes,
+                    "formats": {row.kv_format: asdict(figures) for row, figures in zip(rows, one.formats, strict=True)},
+                }
+                for one in fewer
+            ],
         },
         ensure_ascii=False,
     )

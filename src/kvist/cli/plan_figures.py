@@ -96,17 +96,21 @@ def figures(
     return tuple(found), tuple(dict.fromkeys(map(str, refusals)))
 
 
+def tokens_or_none(tokens: int) -> int | None:
+    """A number of tokens that fit; None for one without end."""
+    return None if tokens == sys.maxsize else tokens
+
+
 def _of_format(shape: CacheShape, kv_format: LayerFormats, request: Request) -> FormatFigures:
     def plan_of(variant: CacheShape) -> CachePlan:
         return CachePlan(variant.layers, kv_format, REWIND_SLACK_TOKENS, request.max_step_tokens)
 
     cache = plan_of(shape)
-    tokens = cache.max_tokens(request.memory_bytes, request.batch)
     return FormatFigures(
         kv_format=str(kv_format),
         cache=cache,
         kv_bytes=request.batch * cache.bytes_for(request.context),
-        tokens_that_fit=None if tokens == sys.maxsize else tokens,
+        tokens_that_fit=tokens_or_none(cache.max_tokens(request.memory_bytes, request.batch)),
         sequences_that_fit=cache.max_sequences(request.memory_bytes, request.context),
         variants=tuple(
             request.batch * plan_of(shape.with_kv_heads(num_kv_heads)).bytes_for(request.context)

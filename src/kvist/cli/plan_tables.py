@@ -16,6 +16,7 @@ from kvist.models.cache_shape import attention_kind
 
 if TYPE_CHECKING:
     from kvist.cli.plan_figures import FormatFigures, Request
+    from kvist.cli.plan_heads import FewerHeads
     from kvist.models.cache_shape import CacheShape
 
 _BAR = ""  # the heading of the bars
@@ -35,6 +36,7 @@ def print_plan(
     shape: CacheShape,
     request: Request,
     rows: Sequence[FormatFigures],
+    fewer: Sequence[FewerHeads],
     weights_format: str | None,
     weights_bytes: int | None,
 ) -> None:
@@ -69,6 +71,15 @@ def print_plan(
     console.print()
     line(f"with other KV heads for {_count(shape.num_heads, 'query head')}", "bold")
     _print_table(console, *_variants(shape, rows))
+    console.print()
+    if not fewer:
+        line("with fewer KV heads: there is one for all query heads already, so none to merge", "bold")
+        return
+    shown = next((index for index, row in enumerate(rows) if row.kv_format == "bf16"), 0)
+    line(f"with fewer KV heads, in {rows[shown].kv_format}", "bold")
+    _print_table(console, *_fewer(shape, fewer, shown, weights_bytes))
+    for sentence in _advice(fewer, weights_bytes):
+        line(sentence, "dim")
 
 
 def _model(name: str, shape: CacheShape) -> str:
@@ -158,6 +169,37 @@ def _variants(shape: CacheShape, rows: Sequence[FormatFigures]) -> tuple[list[st
         own = "\nas it is" if num_kv_heads == shape.num_kv_heads else ""
         headings.append(f"{attention_kind(shape.num_heads, num_kv_heads)} {num_kv_heads:,}{own}")
     return headings, [[row.kv_format, *map(binary_size, row.variants)] for row in rows]
+
+
+def _fewer(
+    shape: CacheShape, fewer: Sequence[FewerHeads], shown: int, weights_bytes: int | None
+) -> tuple[list[str], list[list[Cell]]]:
+    """What a half, a quarter and an eighth of the KV heads cost and save, in one format."""
+    headings = ["KV heads", "query heads\nfor each", "cache", "saved", "tokens\nthat fit", "sequences\nthat fit"]
+    lines: list[list[Cell]] = []
+    for one in fewer:
+        found = one.formats[shown]
+        cells: list[Cell] = [
+            f"{one.num_kv_heads:,} (1/{shape.num_kv_heads // one.num_kv_heads})",
+            f"{shape.num_heads // one.num_kv_heads:,}",
+            binary_size(found.kv_bytes),
+            binary_size(found.saved_bytes),
+            "no end" if found.tokens_that_fit is None else f"{found.tokens_that_fit:,}",
+            f"{found.sequences_that_fit:,}",
+        ]
+        if weights_bytes is not None and one.weights_bytes is not None and found.read_share is not None:
+            cells += [binary_size(weights_bytes - one.weights_bytes), f"{1 / found.read_share:.2f} x"]
+        lines.append(cells)
+    return headings + (["weights\nsaved", "decoding\nat most"] if weights_bytes is not None else []), lines
+
+
+def _advice(fewer: Sequence[FewerHeads], weights_bytes: int | None) -> Iterator[str]:
+    cost = "heads that stand for several cost quality, the more the fewer are left, until the model is trained further"
+    if weights_bytes is None:
+        yield cost
+        return
+    yield "decoding at most: a step at the end of the context reads so much less, weights and cache together"
+    yield f"{cost}: `kvist convert gqa --kv-heads {fewer[0].num_kv_heads}` makes such a model, `kvist eval` measures it"
 
 
 def _print_table(console: Console, headings: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:

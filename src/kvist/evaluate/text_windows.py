@@ -7,10 +7,11 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 from kvist.config import ModelConfig
 from kvist.errors import ContextFullError, PromptError, shown
-from kvist.evaluate.eval_config import LEAST_WINDOW, EvalConfig
+from kvist.evaluate.eval_config import LEAST_WINDOW
 from kvist.loading.tokenizer import Tokenizer
 
 # So many tokens in a row are the same only where the text is.
@@ -70,7 +71,17 @@ class EvaluationText:
         return cls(name, hashlib.sha256(data).hexdigest(), text)
 
 
-def text_windows(tokenizer: Tokenizer, model: ModelConfig, text: str, config: EvalConfig) -> list[list[int]]:
+class WindowsConfig(Protocol):
+    """How much of a text: so many tokens in one sequence, and so many sequences."""
+
+    @property
+    def window(self) -> int: ...
+
+    @property
+    def windows(self) -> int: ...
+
+
+def text_windows(tokenizer: Tokenizer, model: ModelConfig, text: str, config: WindowsConfig) -> list[list[int]]:
     """Token ids of the windows, which follow one another from the text's beginning on.
 
     Where the tokenizer puts the model's BOS token before a text, each window begins with it, and has one token of the
@@ -117,7 +128,7 @@ def _start(tokenizer: Tokenizer) -> list[int]:
     return special[:1] if tokenizer.bos_token_id is not None and special[:1] == [tokenizer.bos_token_id] else []
 
 
-def _too_short(num_tokens: int, config: EvalConfig, num_start: int) -> str:
+def _too_short(num_tokens: int, config: WindowsConfig, num_start: int) -> str:
     fitting, longest = num_tokens // (config.window - num_start), num_tokens // config.windows + num_start
     choices = []
     if fitting:

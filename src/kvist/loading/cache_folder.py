@@ -88,11 +88,21 @@ def only_process(target: Path, progress: Progress) -> Iterator[Path]:
 
 
 def move_into_place(made: Path, target: Path) -> None:
-    """Give a finished file or folder its name, at once; what had that name before goes away. Outlives a power cut."""
+    """Give a finished file or folder its name, at once; what had that name before goes away. Outlives a power cut.
+
+    A folder that had the name is left beside `made`, for whoever made that to remove; where the move fails or is
+    interrupted, it has its name back.
+    """
     _sync(made)
-    if target.is_dir():
-        target.replace(made.with_name(made.name + ".old"))
-    made.replace(target)
+    old = made.with_name(made.name + ".old")
+    try:
+        if target.is_dir():
+            target.replace(old)
+        made.replace(target)
+    except BaseException:
+        if old.is_dir() and not target.exists():
+            old.replace(target)
+        raise
     _sync_folder(target.parent)
 
 

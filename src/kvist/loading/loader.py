@@ -168,7 +168,7 @@ class _Weights:
 def _load_directory(directory: Path, source: ModelSource, weights_format: str, progress: Progress) -> LoadedModel:
     raw = read_json(directory / "config.json")
     with errors_about(directory / "config.json"):
-        _refuse_quantised(raw)
+        refuse_quantised(raw)
         config = decoder_config(raw)
     weights = _Weights.of(directory, config)
     tokenizer = Tokenizer.from_directory(directory)
@@ -221,7 +221,8 @@ def _check_vocabulary(directory: Path, tokenizer: Tokenizer, config: ModelConfig
         )
 
 
-def _refuse_quantised(raw: Mapping[str, object]) -> None:
+def refuse_quantised(raw: Mapping[str, object]) -> None:
+    """Raise `UnsupportedModelError` for the `config.json` of weights that another library has quantised."""
     quantisation = raw.get("quantization_config")
     if quantisation is not None:
         method = quantisation.get("quant_method") if isinstance(quantisation, Mapping) else quantisation

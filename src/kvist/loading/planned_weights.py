@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from kvist.config import WEIGHTS_FORMATS, ModelConfig
 from kvist.errors import OptionError
 from kvist.loading.gguf_checkpoint import GgufCheckpoint
 from kvist.loading.gguf_file import GgufFile
-from kvist.loading.weights import fitting_decoder, weights_bytes
+from kvist.loading.weights import empty_decoder, fitting_decoder, weights_bytes
 from kvist.loading.weights_plan import weights_plan
 
 
@@ -46,3 +47,14 @@ def planned_weights(name: str, path: Path, config: ModelConfig, weights_format: 
     weights_format = weights_format or format_of_gguf(gguf)
     plan = weights_plan(decoder, weights_format, lambda parameter: checkpoint.block_type(names[parameter]))
     return weights_format, sum(kept.spec.num_bytes for kept in plan.values())
+
+
+def weights_with_kv_heads(path: Path, config: ModelConfig, weights_format: str, num_kv_heads: int) -> int:
+    """The bytes of all weights if the model had another number of KV heads; arguments and errors as above."""
+    other = replace(config, num_kv_heads=num_kv_heads)
+    if path.suffix == ".json":
+        return weights_bytes(other, weights_format)
+    checkpoint = GgufCheckpoint(GgufFile(path), config)
+    _, names = fitting_decoder(config, checkpoint, str(path))
+    plan = weights_plan(empty_decoder(other), weights_format, lambda name: checkpoint.block_type(names[name]))
+    return sum(kept.spec.num_bytes for kept in plan.values())

@@ -16,8 +16,8 @@ from kvist.errors import ModelFileError, UnsupportedModelError, shown
 from kvist.loading.checkpoint import PLAIN_DTYPES, StoredCodes
 from kvist.loading.untrusted_file import FETCH_AGAIN, PICKLE_SUFFIXES, describe_start, pickle_refusal, read_json
 
-_SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 _FILE_NAME = re.compile(r"[\w-][\w.+ -]{0,200}")
 
 # How multimodal checkpoints name the language model in them, older and newer ones.
@@ -36,7 +36,7 @@ _BYTES_AT_ONCE = 8 << 20
 
 
 @dataclass(frozen=True)
-class _Entry:
+class StoredTensor:
     """A tensor in a file: its name there, and where its bytes lie, counted from the start of the file."""
 
     file: Path
@@ -44,6 +44,7 @@ class _Entry:
     dtype: str
     shape: tuple[int, ...]
     offset: int
+    num_bytes: int
 
 
 class SafetensorsCheckpoint:
@@ -55,13 +56,14 @@ class SafetensorsCheckpoint:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._files: dict[Path, Any] = {}
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, StoredTensor] = {}
+        self._stored: list[StoredTensor] = []
         for file, names in self._listing().items():
             stored = _entries(file, self._open(file))
             for stored_name in stored if names is None else names:
                 if stored_name not in stored:
                     raise ModelFileError(
-                        f"{directory / _INDEX} promises {shown(stored_name)} in {file.name}, which does not hold it: "
+                        f"{directory / INDEX} promises {shown(stored_name)} in {file.name}, which does not hold it: "
                         f"{FETCH_AGAIN}"
                     )
                 self._add(stored[stored_name])
@@ -70,6 +72,15 @@ class SafetensorsCheckpoint:
     def files(self) -> tuple[Path, ...]:
         """The files that tensors are read from, in the order of their names."""
         return tuple(sorted(self._files))
+
+    @property
+    def all_stored(self) -> tuple[StoredTensor, ...]:
+        """Every tensor of the files, those of other modalities too."""
+        return tuple(self._stored)
+
+    def stored(self, name: str) -> StoredTensor:
+        """Where a tensor lies."""
+        return self._entries[name]
 
     def names(self) -> list[str]:
         return list(self._entries)
@@ -99,7 +110,7 @@ class SafetensorsCheckpoint:
         """None: these files hold plain numbers."""
         return None
 
-    def _stored_dtype(self, entry: _Entry, wanted: torch.dtype) -> torch.dtype:
+    def _stored_dtype(self, entry: StoredTensor, wanted: torch.dtype) -> torch.dtype:
         """Packed bytes are read as such alone, and plain numbers never as bytes."""
         dtypes = {_PACKED_DTYPE: torch.uint8} if wanted == torch.uint8 else PLAIN_DTYPES
         stored = dtypes.get(entry.dtype)
@@ -111,19 +122,19 @@ class SafetensorsCheckpoint:
 
     def _listing(self) -> dict[Path, list[str] | None]:
         """The files to read and the tensors to take from each; None for all."""
-        if (self._directory / _SINGLE).is_file():
-            return {self._directory / _SINGLE: None}
-        if not (self._directory / _INDEX).is_file():
+        if (self._directory / SINGLE).is_file():
+            return {self._directory / SINGLE: None}
+        if not (self._directory / INDEX).is_file():
             raise self._nothing_to_read()
-        weight_map = read_json(self._directory / _INDEX).get("weight_map")
+        weight_map = read_json(self._directory / INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
-            raise ModelFileError(f"{self._directory / _INDEX} has no weight_map: {FETCH_AGAIN}")
+            raise ModelFileError(f"{self._directory / INDEX} has no weight_map: {FETCH_AGAIN}")
         listing: dict[Path, list[str] | None] = {}
         for name, file_name in weight_map.items():
             # A name with a path in it could lead out of the directory.
             if not isinstance(file_name, str) or not _FILE_NAME.fullmatch(file_name):
                 raise ModelFileError(
-                    f"{self._directory / _INDEX} names {shown(file_name)}, no plain file name: {FETCH_AGAIN}"
+                    f"{self._directory / INDEX} names {shown(file_name)}, no plain file name: {FETCH_AGAIN}"
                 )
             if Path(file_name).suffix in PICKLE_SUFFIXES:
                 raise pickle_refusal(self._directory / file_name)
@@ -142,7 +153,7 @@ class SafetensorsCheckpoint:
         for file in sorted(self._directory.iterdir()):
             if file.suffix in PICKLE_SUFFIXES and file.is_file():
                 return pickle_refusal(file)
-        return ModelFileError(f"{self._directory} has neither {_SINGLE} nor {_INDEX}: fetch the weights too")
+        return ModelFileError(f"{self._directory} has neither {SINGLE} nor {INDEX}: fetch the weights too")
 
     def _open(self, file: Path) -> Any:
         """The mapped file; its library checks the header against the file's size, and that no two tensors overlap."""
@@ -157,7 +168,8 @@ class SafetensorsCheckpoint:
         self._files[file] = handle
         return handle
 
-    def _add(self, entry: _Entry) -> None:
+    def _add(self, entry: StoredTensor) -> None:
+        self._stored.append(entry)
         name = entry.stored_name
         for prefix, replacement in _TEXT_PREFIXES:
             if name.startswith(prefix):
@@ -170,21 +182,26 @@ class SafetensorsCheckpoint:
         self._entries[name] = entry
 
 
-def _entries(file: Path, handle: Any) -> dict[str, _Entry]:
+def _entries(file: Path, handle: Any) -> dict[str, StoredTensor]:
     """The tensors of a file whose header the library has checked."""
     with file.open("rb") as stream:
         header_bytes = int.from_bytes(stream.read(8), "little")
         header = json.loads(stream.read(header_bytes))
     start = 8 + header_bytes
     return {
-        name: _Entry(
-            file, name, header[name]["dtype"], tuple(header[name]["shape"]), start + header[name]["data_offsets"][0]
+        name: StoredTensor(
+            file,
+            name,
+            header[name]["dtype"],
+            tuple(header[name]["shape"]),
+            start + header[name]["data_offsets"][0],
+            header[name]["data_offsets"][1] - header[name]["data_offsets"][0],
         )
         for name in handle.keys()  # noqa: SIM118
     }
 
 
-def _converted(entry: _Entry, stored: torch.dtype, dtype: torch.dtype) -> torch.Tensor:
+def _converted(entry: StoredTensor, stored: torch.dtype, dtype: torch.dtype) -> torch.Tensor:
     """A tensor read and converted in parts through one small buffer."""
     out = torch.empty(entry.shape, dtype=dtype)
     flat = out.view(-1)
@@ -200,7 +217,7 @@ def _converted(entry: _Entry, stored: torch.dtype, dtype: torch.dtype) -> torch.
     return out
 
 
-def _read_fully(file: Any, view: memoryview, entry: _Entry) -> None:
+def _read_fully(file: Any, view: memoryview, entry: StoredTensor) -> None:
     while view:
         count = file.readinto(view)
         if not count:

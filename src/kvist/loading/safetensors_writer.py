@@ -44,20 +44,16 @@ def write_safetensors(
         parts: gives a tensor's values in its dtype, in order, some at a time.
         written: called with the bytes of each part.
     """
-    order = sorted(tensors, key=lambda name: tensors[name].num_bytes % _ALIGNMENT != 0)
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name in order:
-        header[name] = {
-            "dtype": _DTYPE_NAMES[tensors[name].dtype],
-            "shape": list(tensors[name].shape),
-            "data_offsets": [offset, offset + tensors[name].num_bytes],
-        }
-        offset += tensors[name].num_bytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    order = in_order({name: spec.num_bytes for name, spec in tensors.items()})
     with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(
+            file_start(
+                {
+                    name: (_DTYPE_NAMES[tensors[name].dtype], tensors[name].shape, tensors[name].num_bytes)
+                    for name in order
+                }
+            )
+        )
         for name in order:
             left = tensors[name].num_bytes
             for part in parts(name):
@@ -67,3 +63,20 @@ def write_safetensors(
                 written(data.nbytes)
             if left:
                 raise ValueError(f"{name}: its parts differ from its shape by {left} bytes")
+
+
+def in_order(sizes: Mapping[str, int]) -> list[str]:
+    """The order in which a file has tensors of these sizes in bytes."""
+    return sorted(sizes, key=lambda name: sizes[name] % _ALIGNMENT != 0)
+
+
+def file_start(tensors: Mapping[str, tuple[str, tuple[int, ...], int]]) -> bytes:
+    """What a file has before its tensors, which follow in this order without gaps: dtype, shape and bytes of each."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, (dtype_name, shape, num_bytes) in tensors.items():
+        header[name] = {"dtype": dtype_name, "shape": list(shape), "data_offsets": [offset, offset + num_bytes]}
+        offset += num_bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text

@@ -45,6 +45,11 @@ class Decoder(nn.Module, ABC):
         """Logits `[S, V]`, float32, of the rows that the step asks for. Writes the step's keys and values."""
         return self.logits(self.hidden_states(inputs)[inputs.logit_rows])
 
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """What the first layer takes, `[..., E]`, for token ids `[...]`."""
+        x: torch.Tensor = self.embed_tokens(token_ids)
+        return x
+
     @abstractmethod
     def hidden_states(self, inputs: StepInputs, *, plain_layers: bool = False) -> torch.Tensor:
         """The normed output of the last layer for every token of the step, `[T, E]`.

@@ -82,16 +82,17 @@ class Gemma3Decoder(Decoder):
         self.layers = nn.ModuleList(Gemma3Layer(config, window) for window in config.windows)
         self.norm = OffsetRMSNorm(config.embed_dim, config.rms_norm_eps)
 
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        x = super().embed(token_ids)
+        # The factor is rounded to the weights' dtype first, as in training.
+        return x * torch.tensor(self.gemma.embed_dim**0.5, dtype=x.dtype, device=x.device)
+
     def hidden_states(self, inputs: StepInputs, *, plain_layers: bool = False) -> torch.Tensor:
         config = self.gemma
-        x = self.embed_tokens(inputs.token_ids)
-        dtype, device = x.dtype, x.device
+        x = self.embed(inputs.token_ids)
         tables = {
-            rope: self.rope_tables(rope, inputs.positions, dtype) for rope in (config.global_rope, config.local_rope)
+            rope: self.rope_tables(rope, inputs.positions, x.dtype) for rope in (config.global_rope, config.local_rope)
         }
-        # The factor is rounded to the weights' dtype first, as in training.
-        factor = torch.tensor(config.embed_dim**0.5, dtype=dtype, device=device)
-        x = x * factor
         steps = LayerSteps(inputs.cache, plain=plain_layers)
         x = steps.run(self.layers, x, [tables[self.rope_of(index)] for index in range(len(self.layers))])
         return steps.norm(self.norm, x)

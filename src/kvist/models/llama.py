@@ -76,7 +76,7 @@ class LlamaDecoder(Decoder):
         self.norm = RMSNorm(config.embed_dim, config.rms_norm_eps)
 
     def hidden_states(self, inputs: StepInputs, *, plain_layers: bool = False) -> torch.Tensor:
-        x = self.embed_tokens(inputs.token_ids)
+        x = self.embed(inputs.token_ids)
         rope = self.rope_tables(self.rope, inputs.positions, x.dtype)
         steps = LayerSteps(inputs.cache, plain=plain_layers)
         x = steps.run(self.layers, x, [rope] * len(self.layers))
