@@ -10,6 +10,8 @@ import typer
 
 from kvist.checks import check_integer
 from kvist.cli import options
+from kvist.cli.convert_report import report
+from kvist.cli.convert_uptrain import uptrain
 from kvist.cli.output import table_console
 from kvist.cli.progress import progress_bar
 from kvist.config import check_threads
@@ -151,3 +153,7 @@ def _lines(done: Conversion, destination: Path) -> list[str]:
             f"{done.layers[worst].missed:.1%} in layer {worst}"
         )
     return lines
+
+
+app.command()(uptrain)
+app.command()(report)

@@ -97,7 +97,7 @@ def text_windows(tokenizer: Tokenizer, model: ModelConfig, text: str, config: Wi
             "shorter one"
         )
     token_ids = tokenizer.encode(text, add_special_tokens=False)
-    start = _start(tokenizer)
+    start = start_tokens(tokenizer)
     step = config.window - len(start)
     if len(token_ids) < config.windows * step:
         raise PromptError(_too_short(len(token_ids), config, len(start)))
@@ -122,7 +122,7 @@ def holds_part_of(windows: Sequence[Sequence[int]], other: Sequence[int]) -> boo
     )
 
 
-def _start(tokenizer: Tokenizer) -> list[int]:
+def start_tokens(tokenizer: Tokenizer) -> list[int]:
     """The BOS token, where the tokenizer begins texts with it."""
     special = tokenizer.encode("", add_special_tokens=True)
     return special[:1] if tokenizer.bos_token_id is not None and special[:1] == [tokenizer.bos_token_id] else []

@@ -1,0 +1,139 @@
+"""`kvist convert report`: the figures of a tiny model and its student, and what is said of them."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_files import hf_state, write_tiny_directory
+from uptrain_tiny import write_student, write_teacher, write_text
+
+from kvist.cli.app import command_line
+from kvist.convert.report import conversion_report
+from kvist.convert.report_config import ReportConfig
+from kvist.convert.report_markdown import markdown
+from kvist.convert.uptrain import Uptraining
+from kvist.convert.uptrain_config import UptrainConfig
+from kvist.errors import OptionError
+from kvist.evaluate.text_windows import EvaluationText
+from kvist.loading import load
+
+SMALL = ["--window", "64", "--windows", "3", "--contexts", "40,200", "--tokens", "2", "--repetitions", "1"]
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[Path, Path, Path]:
+    return write_teacher(tmp_path / "many"), write_student(tmp_path / "few"), write_text(tmp_path / "twig.txt")
+
+
+@pytest.fixture
+def report_line(pair: tuple[Path, Path, Path]) -> list[str]:
+    source, converted, text = pair
+    return ["convert", "report", str(source), str(converted), "--text", str(text), *SMALL]
+
+
+def test_the_report_and_its_figures_are_written(report_line: list[str], pair: tuple[Path, Path, Path]) -> None:
+    out = pair[2].with_name("report of it.md")
+    figures = out.with_name("figures.json")
+    arguments = ["--out", str(out), "--json", str(figures), "--bigram", str(pair[2])]
+    assert command_line([*report_line, *arguments]) == 0
+    text = out.read_text()
+    assert "![losses](report%20of%20it_losses.png)" in text
+    for name in ("losses", "speeds"):
+        assert out.with_name(f"report of it_{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert not out.with_name("report of it_curve.png").exists()  # nothing was trained
+    found = json.loads(figures.read_text())
+    source, converted, bigram, uniform = found["predictions"]
+    assert source["kl_mean"] is None
+    assert converted["kl_mean"] > 0.1
+    assert bigram["loss"] < 1.5
+    assert uniform["loss"] == pytest.approx(math.log(300))
+    for row in found["cache"]:
+        assert row["converted_bytes"] < row["source_bytes"]
+    assert found["cache"][0]["source_measured_bytes"] is None
+    assert isinstance(found["cache"][1]["source_measured_bytes"], int)
+    assert [row["context"] for row in found["speeds"]] == [40, 200]
+    assert all(row["bytes_ratio"] > 1 for row in found["speeds"])
+
+
+def test_the_loss_is_that_of_the_model(pair: tuple[Path, Path, Path]) -> None:
+    text = EvaluationText.read(pair[2])
+    config = ReportConfig(window=32, windows=2, contexts=(8,), new_tokens=1, repetitions=1)
+    report = conversion_report(str(pair[0]), pair[1], text, config)
+    from transformers import AutoModelForCausalLM
+
+    ids = load(pair[0]).tokenizer.encode(text.text, add_special_tokens=False)[:64]
+    for prediction, directory in zip(report.predictions, pair[:2], strict=False):
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        windows = torch.tensor(ids).view(2, 32)
+        assert prediction.loss == pytest.approx(model(input_ids=windows, labels=windows).loss.item(), rel=1e-4)
+
+
+def test_a_model_beside_itself_differs_in_nothing(pair: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    same = write_teacher(tmp_path / "same")
+    config = ReportConfig(window=32, windows=2, contexts=(8,), new_tokens=1, repetitions=1)
+    report = conversion_report(str(pair[0]), same, EvaluationText.read(pair[2]), config)
+    assert report.predictions[1].kl_mean == pytest.approx(0, abs=1e-6)
+    assert report.predictions[1].top1_agreement == 1
+    assert report.cache[0].source_bytes == report.cache[0].converted_bytes
+    assert report.speeds[0].bytes_ratio == 1
+
+
+def test_a_training_is_told_and_never_taken_for_the_papers(pair: tuple[Path, Path, Path]) -> None:
+    text = EvaluationText.read(pair[2])
+    Uptraining(pair[1], str(pair[0]), [text], UptrainConfig(steps=4, sequence=16, batch=2, compute="fp32")).run()
+    config = ReportConfig(window=32, windows=2, contexts=(8,), new_tokens=1, repetitions=1)
+    report = conversion_report(str(pair[0]), pair[1], text, config)
+    assert report.curve is not None
+    assert len(report.curve.rows) == 5
+    written = markdown(report, {"curve": "curve.png"})
+    assert "4 steps, 128 tokens from twig.txt" in written
+    assert "The training saw 128 tokens" in written
+    assert "That is not the uptraining of the GQA paper" in written
+    assert "5 %" not in written
+    assert "5%" not in written.replace("%20", "")
+    assert "![curve](curve.png)" in written
+
+
+def test_an_untrained_model_is_called_so(pair: tuple[Path, Path, Path]) -> None:
+    config = ReportConfig(window=32, windows=2, contexts=(8,), new_tokens=1, repetitions=1)
+    written = markdown(conversion_report(str(pair[0]), pair[1], EvaluationText.read(pair[2]), config), {})
+    assert "was not trained after its heads were merged" in written
+    assert "## Uptraining" not in written
+
+
+def test_models_that_do_not_belong_together_are_refused(pair: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    other = write_tiny_directory(tmp_path / "other", hf_state("llama"))
+    tokenizer = other / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text().replace('"a b"', '"e e"').replace('"ab"', '"ee"'))
+    config = ReportConfig(window=32, windows=2, contexts=(8,), new_tokens=1, repetitions=1)
+    with pytest.raises(OptionError, match="other has another vocabulary than few"):
+        conversion_report(str(other), pair[1], EvaluationText.read(pair[2]), config)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--out", "report.txt"], "ends in .md"),
+        (["--contexts", "600"], "the context of many is 512"),
+        (["--windows", "900"], "too few for 900 windows"),
+        (["--text", "missing.txt"], "missing.txt cannot be read"),
+    ],
+)
+def test_what_cannot_be_reported_is_said_in_a_line(
+    report_line: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    more: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert command_line([*report_line, *more]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert message in printed.err
+    assert printed.err.count("\n") == 1
