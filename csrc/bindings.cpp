@@ -35,6 +35,12 @@ std::vector<std::string> names(const std::vector<const kvist::KernelTable*>& tab
     return isas;
 }
 
+// Many passes take long: Ctrl-C must not wait for the last.
+void raise_signals() {
+    nb::gil_scoped_acquire acquire;
+    if (PyErr_CheckSignals() != 0) throw nb::python_error();
+}
+
 std::vector<double> read_rates(std::int64_t buffer_bytes, std::int64_t passes, std::int64_t num_threads) {
     kvist::check_between("buffer_bytes", buffer_bytes, kLeastBufferBytes, kMostBufferBytes);
     kvist::check_between("passes", passes, 1, kMostPasses);
@@ -42,7 +48,7 @@ std::vector<double> read_rates(std::int64_t buffer_bytes, std::int64_t passes, s
     const kvist::KernelTable& table = kvist::kernels();
     nb::gil_scoped_release release;
     return kvist::read_rates(table, static_cast<std::size_t>(buffer_bytes), static_cast<int>(passes),
-                             threads);
+                             threads, raise_signals);
 }
 
 // --- the bytes of a page ---------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ public:
     LinearWeight& operator=(const LinearWeight&) = delete;
 
     const WeightMatrix& matrix() const { return matrix_; }
+    const AnyArray& data() const { return data_; }
 
 private:
     AnyArray data_;

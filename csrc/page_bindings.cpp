@@ -120,9 +120,10 @@ PageStep::PageStep(const nb::ndarray<>& pool, std::int64_t page_bytes, std::vect
     for (std::size_t s = 0; s < num_spans; ++s) {
         const std::string of = "span " + std::to_string(s);
         check(num_tokens[s] >= 1 && num_tokens[s] <= kMostTokens,
-              of + " has " + number(num_tokens[s]) + " tokens: it must have 1 at least");
+              of + " has " + number(num_tokens[s]) + " tokens: it must have from 1 to " + number(kMostTokens));
         check(first_positions[s] >= 0 && first_positions[s] <= kMostTokens,
-              of + " begins at position " + number(first_positions[s]));
+              of + " begins at position " + number(first_positions[s]) + ": it must be from 0 to " +
+                  number(kMostTokens));
         const std::int64_t* ids = check_vector<std::int64_t>("a page table", page_tables[s], "int64");
         const auto count = static_cast<std::int64_t>(page_tables[s].shape(0));
         const std::int64_t end = first_positions[s] + num_tokens[s];

@@ -91,7 +91,8 @@ std::uint64_t sum_words(const KernelTable& table, const std::uint64_t* words, st
 
 }  // namespace
 
-std::vector<double> read_rates(const KernelTable& table, std::size_t buffer_bytes, int passes, int num_threads) {
+std::vector<double> read_rates(const KernelTable& table, std::size_t buffer_bytes, int passes, int num_threads,
+                               void (*between)()) {
     const std::size_t count = buffer_bytes / sizeof(std::uint64_t);
     const Buffer buffer(count * sizeof(std::uint64_t));
     FillJob fill{buffer.words(), count};
@@ -105,6 +106,7 @@ std::vector<double> read_rates(const KernelTable& table, std::size_t buffer_byte
         const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
         if (total != expected) throw std::runtime_error("the read-bandwidth probe did not read what it wrote");
         rates.push_back(static_cast<double>(count * sizeof(std::uint64_t)) / elapsed.count());
+        between();
     }
     return rates;
 }

@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import errno
 import os
 import signal
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from environments import InstallError, python_of, versions
 from field import Failure, Field, Installed
@@ -24,6 +27,11 @@ from peers import KVIST, PEERS, Peer
 from report import ModelResult, Report, agreement
 from turns import Limits
 from workloads import Plan, Row, Text, Workloads
+
+from kvist.errors import KvistError
+
+if TYPE_CHECKING:
+    from kvist.loading.resolve import ModelSource
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _TEXT = _REPOSITORY / "tests" / "data" / "alice.txt"
@@ -45,6 +53,9 @@ def main() -> int:
     except KeyboardInterrupt as stop:
         print(f"\nstopped{f' by {stop}' if stop.args else ''}; nothing was written", file=sys.stderr)
         return 130
+    except KvistError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
@@ -53,7 +64,8 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 def _compare(options: argparse.Namespace) -> int:
     peers = _chosen(options.peers)
-    models = options.models or (_MODELS[:1] if options.quick else _MODELS)
+    _check_results(options.results, options.name)
+    sources = [_source(model) for model in options.models or (_MODELS[:1] if options.quick else _MODELS)]
     threads = options.threads or len(os.sched_getaffinity(0))
     plan = _plan(options)
     environments = options.environments.expanduser().resolve()
@@ -65,7 +77,7 @@ def _compare(options: argparse.Namespace) -> int:
 
     torch.set_num_threads(threads)
     machine = MachineFacts.gather(threads)
-    results = [_measure(model, installed, plan, threads) for model in models]
+    results = [_measure(source, installed, plan, threads) for source in sources]
     if not any(result.rows for result in results):
         print("nothing could be measured", file=sys.stderr)
         return 1
@@ -75,13 +87,35 @@ def _compare(options: argparse.Namespace) -> int:
     return 0
 
 
-def _measure(model: str, installed: list[Installed], plan: Plan, threads: int) -> ModelResult:
-    from kvist.kernels import native
-    from kvist.loading import load
+def _check_results(folder: Path, name: str) -> None:
+    """Refuse at the start what could not be written at the end."""
+    if Path(name).name != name or not name.strip("."):
+        raise SystemExit(f"--name is '{name}': it must be a name for files, without folders")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise SystemExit(f"--results {folder} cannot be written: {error.strerror or error}") from None
+    if find_spec("matplotlib") is None:
+        raise SystemExit("the picture needs matplotlib: pip install 'kvist[bench]', or pip install matplotlib")
+
+
+def _source(model: str) -> ModelSource:
+    """The file of a model, which all engines read."""
     from kvist.loading.progress import no_progress
     from kvist.loading.resolve import resolve
 
     source = resolve(model, no_progress)
+    if not source.is_gguf:
+        raise SystemExit(f"{source.name} is no GGUF file, which all engines read: name one")
+    return source
+
+
+def _measure(source: ModelSource, installed: list[Installed], plan: Plan, threads: int) -> ModelResult:
+    from kvist.kernels import native
+    from kvist.loading import load
+
     tokenizer = load(source.path).tokenizer
     text = _TEXT.read_text(encoding="utf-8")
     plain = tokenizer.encode(text, add_special_tokens=False)

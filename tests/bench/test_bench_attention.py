@@ -86,7 +86,7 @@ def test_the_forms_of_pytorch_compute_the_same() -> None:
     [
         ({"num_kv_heads": 3}, "kv_heads is 3: it must divide the 4 query heads"),
         ({"context": 0}, "context is 0: it must be at least 1"),
-        ({"layers": -1}, "layers is -1: it must be at least 1"),
+        ({"layers": -1}, "layers is -1: it must be from 1 to 10000"),
     ],
 )
 def test_shapes_that_cannot_be_are_refused(changes: dict[str, int], message: str) -> None:
@@ -95,5 +95,5 @@ def test_shapes_that_cannot_be_are_refused(changes: dict[str, int], message: str
 
 
 def test_more_than_the_memory_is_refused() -> None:
-    with pytest.raises(CacheFullError, match="lower context, batch or layers"):
+    with pytest.raises(CacheFullError, match="lower context, batch, layers or heads"):
         FilledCache(replace(SHAPE, context=10**9), LayerFormats.parse("bf16"))

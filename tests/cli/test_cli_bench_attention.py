@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import errno
 import json
+import os
 
 import pytest
 
@@ -47,6 +49,24 @@ def test_a_shared_prefix_stands_beside_sequences_apart(kvist):
     assert [apart["name"], shared["name"]] == ["int8", "int8, shared prefix"]
     assert apart["gb_per_s"] == pytest.approx(apart["tokens_per_s"] * 70 * 272 / 1e9)
     assert shared["gb_per_s"] == pytest.approx(shared["tokens_per_s"] / 3 * 70 * 272 / 1e9)
+
+
+@pytest.mark.parametrize("context", ["1", "63", "64"])
+def test_a_prefix_shorter_than_a_page_is_shared_too(kvist, context):
+    arguments = ("--context", context, "--batch", "2", "--shared-prefix", "--kv-format", "int8", "--json", "-")
+    assert len(json.loads(kvist("bench", "attention", *SMALL, *arguments).out)["rows"]) == 2
+
+
+def test_figures_are_printed_where_their_file_cannot_be_written(kvist, tmp_path, monkeypatch):
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("kvist.bench.plot.write_bars", full)
+    outcome = kvist("bench", "attention", *SMALL, "--kv-format", "int8", "--plot", str(tmp_path / "a.svg"))
+    assert outcome.code == 2
+    assert "No space left on device" in outcome.err
+    assert outcome.out.splitlines()[2].startswith("int8 ")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_prefill_is_counted_in_operations(kvist, tmp_path):
@@ -102,6 +122,10 @@ def test_a_picture_is_drawn(kvist, tmp_path):
         (["--plot", "a.png", "--json", "a.png"], "--json and --plot name the same file"),
         (["--kv-format", "int8,int8"], "int8"),
         (["--json", "/no/such/folder/a.json"], "there is no folder"),
+        (["--json", "a.png", "--plot", "./a.png"], "--json and --plot name the same file"),
+        (["--layers", "99999999999"], "layers is 99999999999: it must be from 1 to 10000"),
+        (["--heads", "100000", "--kv-heads", "100000"], "heads is 100000: it must be from 1 to 65536"),
+        (["--context", "1", "--batch", "1000000000"], "lower context, batch, layers or heads"),
         (["--threads", "0"], "threads is 0"),
     ],
 )

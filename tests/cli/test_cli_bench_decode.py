@@ -212,6 +212,9 @@ def _unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
         (["decode", "--plot", "a.gif"], "has no known ending"),
         (["decode", "--json", "/no/such/folder/a.json"], "there is no folder"),
         (["decode", "--json", "a.png", "--plot", "./a.png"], "--json and --plot name the same file"),
+        (["decode", "--text", "a.txt", "--json", "./a.txt"], "--text and --json name the same file"),
+        (["prefill", "--text", "a.png", "--plot", "./a.png"], "--text and --plot name the same file"),
+        (["batch", "--text", "a.png", "--plot", "./a.png"], "--text and --plot name the same file"),
     ],
 )
 def test_bad_input_is_one_line_before_a_model_is_loaded(bench, arguments, message) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -43,6 +44,20 @@ def test_rates_are_those_that_memory_can_have() -> None:
     rates = native.read_rates(passes=2)
     assert len(rates) == 2
     assert 1e8 < max(rates) < 1e13
+
+
+def test_many_passes_can_be_interrupted() -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(KeyboardInterrupt):
+            native._library().read_rates(SMALL_BUFFER, 1_000_000, 2)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_the_probe_reads_with_the_threads_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

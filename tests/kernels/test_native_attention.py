@@ -416,7 +416,7 @@ def step_with(pool: Pool, **changes: object) -> PageStep:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_tokens": [0]}, "span 0 has 0 tokens: it must have 1 at least"),
+        ({"num_tokens": [0]}, "span 0 has 0 tokens: it must have from 1 to"),
         ({"num_tokens": [1, 1]}, "must have one element for each span"),
         ({"first_positions": [-1]}, "span 0 begins at position -1"),
         ({"first_positions": [128]}, "span 0 has 2 pages from number 0 on: its tokens end at 129"),
@@ -545,6 +545,13 @@ def test_tables_of_turns_lie_apart_from_the_pages() -> None:
     table = pool.pages[1, : 2 * 2 * 32 * 4].view(torch.float32).view(2, 2, 32)
     with pytest.raises(ValueError, match=r"^a table of turns and the pool must not overlap$"):
         step_with(pool, turns=[table])
+
+
+def test_sinks_lie_apart_from_the_result() -> None:
+    pool = Pool(SHAPES[0], KVFormat("int8", "int8"), [70, 1, 1])
+    q, out = torch.zeros(1, 9, 64), torch.zeros(1, 9, 64)
+    with pytest.raises(ValueError, match="sinks and out must not overlap"):
+        step_with(pool).attend(pool.layer(), q, out, scale=1.0, sinks=out[0, 8, -9:], num_threads=1)
 
 
 def test_a_layer_must_lie_in_the_pages_of_the_step() -> None:

@@ -228,6 +228,20 @@ def test_a_product_says_what_is_wrong_with_its_arguments(changes: dict[str, obje
         native.linear_weight(matrix(40, 96, "int4")).apply(**arguments)  # type: ignore[arg-type]
 
 
+def test_a_result_is_not_written_over_the_weights() -> None:
+    weight = matrix(40, 96, "int4")
+    handle, before = native.linear_weight(weight), weight.data.clone()
+    in_weights = weight.data.view(-1)[: 4 * 3 * 96].view(torch.float32).view(3, 96)
+    with pytest.raises(ValueError, match="out must not overlap the weights"):
+        handle.apply(torch.zeros(3, 96), in_weights[:, :40], num_threads=1)
+    with pytest.raises(ValueError, match="out must not overlap the weights"):
+        handle.decode_rows(torch.arange(3), in_weights)
+    rows = torch.zeros(3 * 48, dtype=torch.int64)
+    with pytest.raises(ValueError, match="rows and out must not overlap"):
+        handle.decode_rows(rows[:3], rows.view(torch.float32).view(3, 96))
+    assert torch.equal(weight.data, before)
+
+
 @pytest.mark.parametrize("argument", ["x", "out"])
 def test_nothing_is_no_tensor(argument: str) -> None:
     arguments: dict[str, object] = {"x": torch.zeros(3, 96), "out": torch.zeros(3, 40)} | {argument: None}

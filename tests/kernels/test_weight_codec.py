@@ -192,6 +192,15 @@ def test_what_is_no_number_spoils_its_own_group_alone(format: str, what: float) 
     assert torch.equal(given, expected)
 
 
+@pytest.mark.parametrize("scale", [1.0, 3e-4, 3e-5, 1e-5, 3e-6, 1e-6])
+def test_eight_bits_lose_less_than_four_of_weights_of_any_size(scale: float) -> None:
+    """Steps of 3e-8 are the least of fp16, and far apart."""
+    weights = random(48, 160) * (scale / 0.02)
+    eight, four = (relative_error(weights, quantise(weights, format)) for format in ("int8", "int4_min"))
+    assert eight < max(0.01, 0.02 * 1e-6 / scale)
+    assert eight < 0.3 * four
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_weights_may_have_any_float_dtype(dtype: torch.dtype) -> None:
     weights = random(20, 96).to(dtype)

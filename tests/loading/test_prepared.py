@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from tiny_files import IM_END, hf_state, write_tiny_gguf
 
 from kvist.errors import KvistError, ModelFileError
-from kvist.loading import gguf_conversion, prepared, quantised_weights
-from kvist.loading.prepared import prepared_copies, prepared_copy
+from kvist.loading import gguf_conversion, load, prepared, quantised_weights
+from kvist.loading.prepared import loaded_copy, prepared_copies, prepared_copy
 from kvist.loading.progress import no_progress
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -142,6 +142,34 @@ def test_a_damaged_copy_is_made_again(name: str, damage: str, gguf: Path, own_ca
     assert prepared_copy(gguf, "bf16", no_progress) == copy
     assert {file.name: file.read_bytes() for file in copy.iterdir()} == whole
     assert leftovers(own_cache) == []
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json"]
+)
+def test_a_copy_that_cannot_be_loaded_is_made_again(name: str, gguf: Path, own_cache: Path) -> None:
+    copy = prepared_copy(gguf, "bf16", no_progress)
+    whole = {file.name: file.read_bytes() for file in copy.iterdir()}
+    (copy / name).write_bytes(bytes(len(whole[name])))
+    assert load(gguf, "bf16").config.num_layers == 3
+    assert {file.name: file.read_bytes() for file in copy.iterdir()} == whole
+    assert leftovers(own_cache) == []
+
+
+def test_a_copy_is_made_again_once_alone(gguf: Path) -> None:
+    made, tried = [], []
+
+    def prepare() -> Path:
+        made.append(prepared_copy(gguf, "bf16", no_progress))
+        return made[-1]
+
+    def refuse(copy: Path) -> None:
+        tried.append(copy)
+        raise ModelFileError("it is of no use")
+
+    with pytest.raises(ModelFileError, match="it is of no use"):
+        loaded_copy(prepare, refuse)
+    assert len(made) == len(tried) == 2
 
 
 def test_a_copy_of_another_layout_is_made_again(gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:

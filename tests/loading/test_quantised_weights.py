@@ -207,18 +207,38 @@ def test_a_bias_is_added(tmp_path: Path) -> None:
         (lambda _: {}, "shapes differ"),
     ],
 )
-def test_a_copy_that_contradicts_itself_is_refused(change: object, message: str, tmp_path: Path) -> None:
+def test_a_copy_that_contradicts_itself_is_made_again_or_refused(
+    change: object, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write_tiny_gguf(tmp_path / "tiny.gguf", state=hf_state("llama"), tensor_type="Q8_0")
-    load(path)
+    expected = logits(load(path))
     (copy,) = prepared_copies()
     packed = copy.path / "packed.json"
+    whole = packed.read_text()
     text = json.dumps(change(json.loads(packed.read_text())))  # type: ignore[operator]
     packed.write_text(text)
     manifest = json.loads((copy.path / "prepared.json").read_text())
     manifest["files"]["packed.json"] = len(text)
     (copy.path / "prepared.json").write_text(json.dumps(manifest))
-    with pytest.raises(ModelFileError, match=message):
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError
+
+    with monkeypatch.context() as no_writing, pytest.raises(ModelFileError, match=message):
+        no_writing.setattr(Path, "unlink", refuse)
         load(path)
+    assert torch.equal(logits(load(path)), expected)
+    assert packed.read_text() == whole
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "packed.json"])
+def test_the_copy_of_a_directory_is_made_again_where_it_is_damaged(file: str, tmp_path: Path) -> None:
+    directory = write_tiny_directory(tmp_path / "model", hf_state("llama"))
+    expected = logits(load(directory, "int8"))
+    (copy,) = prepared_copies()
+    size = (copy.path / file).stat().st_size
+    (copy.path / file).write_bytes(bytes(size))  # as some file systems leave it after a power cut
+    assert torch.equal(logits(load(directory, "int8")), expected)
 
 
 def test_packed_matrices_start_at_cache_lines(tmp_path: Path) -> None:

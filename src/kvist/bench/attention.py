@@ -21,6 +21,8 @@ from kvist.kv_format import LayerFormats
 from kvist.memory import available_bytes
 
 _MAX_STEP_TOKENS = 2048
+# More than any model has.
+_MOST = {"num_heads": 1 << 16, "num_kv_heads": 1 << 16, "layers": 10_000}
 _ROPE_THETA = 10_000.0
 
 
@@ -46,7 +48,7 @@ class AttentionShape:
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_kv_heads", "head_dim", "context", "batch", "layers"):
-            check_integer(name.removeprefix("num_"), getattr(self, name), 1)
+            check_integer(name.removeprefix("num_"), getattr(self, name), 1, _MOST.get(name))
         if self.num_heads % self.num_kv_heads:
             raise OptionError(f"kv_heads is {self.num_kv_heads}: it must divide the {self.num_heads} query heads")
 
@@ -88,11 +90,15 @@ class FilledCache:
     ) -> None:
         self._shape = shape
         layers = shape.layer_configs
-        needed = shape.batch * CachePlan(layers, kv_format, 0, _MAX_STEP_TOKENS).bytes_for(shape.context + 1)
-        if needed > available_bytes():
+        plan = CachePlan(layers, kv_format, 0, _MAX_STEP_TOKENS)
+        # The page that forks write to next is promised to each of them, beside the one that they share.
+        needed = shape.batch * plan.bytes_for(shape.context + 1) + (plan.least_bytes if shares else 0)
+        rows = max(min(_MAX_STEP_TOKENS, shape.context), shape.batch)
+        taken = needed + rows * shape.num_heads * shape.head_dim * (torch.float32.itemsize + dtype.itemsize)
+        if taken > available_bytes():
             raise CacheFullError(
-                f"{shape.batch} sequences of {shape.context:,} tokens take {needed:,} bytes in {kv_format}, and "
-                f"{available_bytes():,} are free: lower context, batch or layers"
+                f"{shape.batch} sequences of {shape.context:,} tokens and their queries take {taken:,} bytes in "
+                f"{kv_format}, and {available_bytes():,} are free: lower context, batch, layers or heads"
             )
         statics = [_statics(shape)] * shape.layers if kv_format.quantised_keys else None
         self._cache = KVCache(layers, CacheConfig(kv_format, needed, 0, _MAX_STEP_TOKENS), key_statics=statics)
@@ -100,7 +106,6 @@ class FilledCache:
         self._sequences = [self._cache.open() for _ in range(1 if shares else shape.batch)]
         self._reserve()
         generator = torch.Generator().manual_seed(0)
-        rows = max(_MAX_STEP_TOKENS, shape.batch)
         self._q = _random(generator, rows, shape.num_heads, shape.head_dim).to(dtype)
         for first in range(0, shape.context, _MAX_STEP_TOKENS):
             count = min(_MAX_STEP_TOKENS, shape.context - first)

@@ -61,7 +61,7 @@ def decode(
             return profile_report(asked, lengths, tokens)
         return _report("decode", asked, lengths, (1,), tokens)
 
-    produce(measure, json=json, plot=plot)
+    produce(measure, json=json, plot=plot, text=text)
 
 
 def batch(
@@ -105,7 +105,7 @@ def batch(
             return requests_report(asked, requests)
         return _report("batch", asked, (context,), batches, tokens)
 
-    produce(measure, json=json, plot=plot)
+    produce(measure, json=json, plot=plot, text=text)
 
 
 @dataclass(frozen=True)

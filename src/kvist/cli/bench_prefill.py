@@ -39,7 +39,7 @@ def prefill(
     """
     asked = Asked(model, weights_format, bench_options.formats(kv_format), text, repetitions, threads)
     lengths = bench_options.numbers("contexts", contexts)
-    produce(lambda: _report(asked, lengths), json=json, plot=plot)
+    produce(lambda: _report(asked, lengths), json=json, plot=plot, text=text)
 
 
 @dataclass(frozen=True)

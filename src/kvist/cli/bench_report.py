@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvist.cli.output import in_bf16, table_console
-from kvist.cli.output_file import output_file
-from kvist.errors import OptionError
+from kvist.cli.output_file import check_apart, output_file
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -173,15 +172,19 @@ class Printed(Protocol):
     def draw(self, path: Path, kind: str) -> None: ...
 
 
-def produce(measure: Callable[[], Printed], *, json: Path | None, plot: Path | None) -> None:
+def produce(measure: Callable[[], Printed], *, json: Path | None, plot: Path | None, text: Path | None = None) -> None:
     """Measure, write the files that are asked for, and print the report, or its JSON alone.
+
+    Args:
+        measure: gives the report.
+        json, plot: the files to write.
+        text: a file that is read, which none of them may be.
 
     Raises:
         OptionError: a file cannot be written; told before anything is measured where it can be.
     """
     alone = json == _STANDARD_OUTPUT
-    if json is not None and plot is not None and json.resolve() == plot.resolve():
-        raise OptionError(f"--json and --plot name the same file, {plot}: give each its own")
+    check_apart({"--text": text, "--json": json, "--plot": plot})
     with output_file("--json", None if alone else json) as json_file, output_file("--plot", plot) as plot_file:
         kind = ""
         if plot is not None:

@@ -9,11 +9,10 @@ import typer
 
 from kvist.cli import options
 from kvist.cli.output import print_note, table_console
-from kvist.cli.output_file import output_file
+from kvist.cli.output_file import check_apart, output_file
 from kvist.cli.progress import progress_bar
 from kvist.cli.reading import read_bytes
 from kvist.config import WEIGHTS_FORMATS, check_threads
-from kvist.errors import OptionError
 from kvist.evaluate.eval_config import EvalConfig
 from kvist.kv_format import LayerFormats
 
@@ -83,7 +82,7 @@ def evaluate(
     if threads is not None:
         check_threads("threads", threads)
     options.prepare_to_compute()
-    _check_apart({"--text": text, "--json": json, "--plot": plot})
+    check_apart({"--text": text, "--json": json, "--plot": plot})
     from kvist.evaluate.text_windows import EvaluationText
 
     source = EvaluationText.of(read_bytes(), "standard input") if text == _DASH else EvaluationText.read(text)
@@ -101,16 +100,6 @@ def evaluate(
                 print(report.json())
             else:
                 table_console().print(report.table())
-
-
-def _check_apart(files: dict[str, Path | None]) -> None:
-    """Refuse options that name one file twice: the text would be lost, or one output of two."""
-    named: dict[Path, str] = {}
-    for option, path in files.items():
-        if path is None or path == _DASH:
-            continue
-        if (other := named.setdefault(path.resolve(), option)) != option:
-            raise OptionError(f"{other} and {option} name the same file, {path}: give each its own")
 
 
 def _kind_of_plot(path: Path | None) -> str:

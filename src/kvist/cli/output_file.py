@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvist.errors import OptionError
+
+_DASH = Path("-")  # standard input or output
 
 
 class OutputFile:
@@ -62,6 +64,23 @@ def output_file(option: str, path: Path | None) -> Iterator[OutputFile | None]:
         if aside != target:
             with suppress(OSError):
                 aside.unlink()
+
+
+def check_apart(files: Mapping[str, Path | None]) -> None:
+    """Refuse options that name one file twice: what is read would be lost, or one output of two.
+
+    Args:
+        files: by option. Those that are not given, or are standard input or output, are no files.
+
+    Raises:
+        OptionError: two name the same file.
+    """
+    named: dict[Path, str] = {}
+    for option, path in files.items():
+        if path is None or path == _DASH:
+            continue
+        if (other := named.setdefault(path.resolve(), option)) != option:
+            raise OptionError(f"{other} and {option} name the same file, {path}: give each its own")
 
 
 def _made_aside(target: Path) -> Path:

@@ -15,6 +15,9 @@ _CHUNK_NUMBERS: Final = 1 << 16
 # greatest for int4_min. Fewer steps than there are codes leave some unused, more cut off the largest weights.
 _EXTENTS: Final = (-9.0, -8.5, -8.0, -7.5, -7.0, -6.5, -6.0, 6.0, 6.5, 7.0, 7.5, 8.0)
 _SPANS: Final = (12.0, 13.0, 14.0, 14.5, 15.0, 15.5, 16.0, 17.0, 18.0)
+# The least number of fp16, by which its denormal numbers lie apart.
+_LEAST_FP16: Final = 2.0**-24
+
 # How often the best is fitted anew to the codes that it gives.
 _REFITS: Final = 2
 
@@ -38,7 +41,10 @@ def fit_int8(groups: torch.Tensor) -> Fit:
     """Codes around 128, from 1 to 255, of a step that spans the largest weight. `groups` is `[n, g]`."""
 
     def fit(x: torch.Tensor) -> Fit:
-        steps = _fp16(x.abs().amax(1, keepdim=True) / 127)
+        largest = x.abs().amax(1, keepdim=True)
+        steps = _fp16(largest / 127)
+        # Small steps lie far apart in fp16: one that was rounded down would cut off the largest weights.
+        steps = torch.where(largest > 127.5 * steps, steps + _LEAST_FP16, steps)
         return _checked(x, 127, _nearest(x, steps, -127, 127) + 128, steps)
 
     return _in_chunks(fit, groups)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ from kvist.loading.end_tokens import end_token_ids
 from kvist.loading.fingerprint import FilesHash, model_fingerprint
 from kvist.loading.gguf_file import GgufFile
 from kvist.loading.planned_weights import format_of_gguf, refuse_gguf
-from kvist.loading.prepared import prepared_copy, prepared_weights, source_hash
+from kvist.loading.prepared import loaded_copy, prepared_copy, prepared_weights, source_hash
 from kvist.loading.progress import Progress, no_progress
 from kvist.loading.quantised_weights import read_packed, write_weights
 from kvist.loading.resolve import ModelSource, resolve
@@ -135,8 +136,10 @@ def load(
     source = resolve(model, progress)
     if source.is_gguf:
         weights_format = weights_format or format_of_gguf(GgufFile(source.path))
-        directory = prepared_copy(source.path, weights_format, progress)
-        return _load_directory(directory, source, weights_format, progress)
+        return loaded_copy(
+            partial(prepared_copy, source.path, weights_format, progress),
+            partial(_load_directory, source=source, weights_format=weights_format, progress=progress),
+        )
     if weights_format == "gguf":
         raise refuse_gguf(source.name)
     return _load_directory(source.path, source, weights_format or "bf16", progress)
@@ -177,8 +180,10 @@ def _load_directory(directory: Path, source: ModelSource, weights_format: str, p
         (directory / "config.json", *weights.checkpoint.files), source_hash(directory) if source.is_gguf else None
     )
     if weights_format not in WEIGHT_DTYPES and not source.is_gguf:
-        copy = _quantised_copy(weights, source, files_hash.get(progress), weights_format, progress)
-        weights = _Weights.of(copy, config)
+        weights = loaded_copy(
+            partial(_quantised_copy, weights, source, files_hash.get(progress), weights_format, progress),
+            partial(_Weights.of, config=config),
+        )
     weights_bytes, bf16_matrices = weights.assign(weights_format)
     return LoadedModel(
         name=source.name,

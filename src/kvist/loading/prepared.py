@@ -14,19 +14,23 @@ A GGUF file's copy without packed matrices is loaded exactly as any other direct
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
-from kvist.errors import ModelFileError
+from kvist.errors import ModelFileError, UnsupportedModelError
 from kvist.loading.cache_folder import cache_folder, make_folder, move_into_place, only_process
 from kvist.loading.fingerprint import file_hash
 from kvist.loading.progress import Progress
 from kvist.loading.untrusted_file import read_json, require_gguf, write_json
 
 # Raise it whenever the same file would be prepared differently, its tokenizer included: older copies are then remade.
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 
 _MANIFEST = "prepared.json"
+
+Loaded = TypeVar("Loaded")
 
 
 def prepared_copy(gguf_path: Path, weights_format: str, progress: Progress) -> Path:
@@ -78,6 +82,22 @@ def prepared_weights(
             "free some space, or set KVIST_CACHE to another folder"
         ) from error
     return target
+
+
+def loaded_copy(prepare: Callable[[], Path], load: Callable[[Path], Loaded]) -> Loaded:
+    """What `load` makes of the copy that `prepare` gives.
+
+    A copy that cannot be loaded was damaged in a way that its files' sizes do not show: it is made again, once.
+    """
+    copy = prepare()
+    try:
+        return load(copy)
+    except (ModelFileError, UnsupportedModelError):
+        with suppress(OSError):  # a cache folder that cannot be written
+            (copy / _MANIFEST).unlink(missing_ok=True)
+        if _is_whole(copy):
+            raise
+    return load(prepare())
 
 
 def source_hash(copy: Path) -> str:
