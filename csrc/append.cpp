@@ -28,7 +28,8 @@ void append_part(void* context, int part, int parts) {
 }  // namespace
 
 void run_append(const AppendJob& job, int num_threads) {
-    static thread_local ScratchMemory memory;
+    static ScratchPool& pool = *new ScratchPool;
+    ScratchPool::Lease memory(pool);
     const KernelTable& table = kernels();
     const bool shared = job.step->num_tokens * job.layer->num_kv_heads >= kLeastVectorsToShare;
     const int parts = shared ? num_threads : 1;

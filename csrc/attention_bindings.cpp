@@ -20,6 +20,9 @@ namespace kvist {
 
 namespace {
 
+// So that neither the cap nor its inverse leaves the numbers.
+constexpr float kLeastSoftcap = 1e-30f, kMostSoftcap = 1e30f;
+
 // [T, H, D] of bf16 or fp32, dims contiguous; T and D as the step and the layer have them.
 void check_heads(const char* name, const AnyArray& array, const PageStep& step, const LayerPages& layer) {
     const std::size_t num_tokens = step.pages().num_tokens;
@@ -63,7 +66,7 @@ void attend(PageStep& step, const PageLayer& layer, const AnyArray& q, const nb:
     const auto fits = static_cast<float>(scale);
     check(fits - fits == 0, "scale must be finite");
     const auto cap = static_cast<float>(softcap.value_or(0));
-    check(!softcap.has_value() || (cap > 0 && cap - cap == 0), "softcap must be positive and finite");
+    check(!softcap.has_value() || (cap >= kLeastSoftcap && cap <= kMostSoftcap), "softcap must be from 1e-30 to 1e30");
     if (pages.num_tokens == 0) return;
     for (std::size_t i = 0; i < 2; ++i) {
         check(q.stride(i) >= 0 && out.stride(i) >= 0, "q and out must not have negative strides");

@@ -112,8 +112,9 @@ AttentionPlan plan_attention(const StepPages& step, std::size_t group_size, std:
 }
 
 void run_attention(const AttentionPlan& plan, AttentionTask task, int num_threads) {
-    static thread_local ScratchMemory memory;
+    static ScratchPool& pool = *new ScratchPool;
     if (plan.items.empty()) return;
+    ScratchPool::Lease memory(pool);
     const KernelTable& table = kernels();
     const std::size_t head_dim = task.layer->head_dim, num_kv_heads = plan.num_kv_heads;
     const std::size_t work = plan.items.size() * num_kv_heads;

@@ -51,8 +51,7 @@ std::size_t chunk_rows(const Layer& layer) {
     return std::max(kLeastChunkRows, kChunkBytes / row_bytes);
 }
 
-Buffers buffers(const Layer& layer, std::size_t num_rows, std::size_t most_rows) {
-    static thread_local ScratchMemory memory;
+Buffers buffers(const Layer& layer, std::size_t num_rows, std::size_t most_rows, ScratchPool::Lease& memory) {
     const std::size_t query_dims = layer.num_heads * layer.head_dim, key_dims = layer.num_kv_heads * layer.head_dim;
     Buffers to{};
     struct {
@@ -114,7 +113,9 @@ void run_layer(const Layer& layer, const StepPages& step, const LayerPages& page
     const std::size_t num_rows = hidden.num_rows, embed_dim = layer.embed_dim, head_dim = layer.head_dim;
     const std::size_t query_dims = layer.num_heads * head_dim, key_dims = layer.num_kv_heads * head_dim;
     const std::size_t num_chunks = (num_rows + chunk_rows(layer) - 1) / chunk_rows(layer);
-    const Buffers at = buffers(layer, num_rows, (num_rows + num_chunks - 1) / num_chunks);
+    static ScratchPool& pool = *new ScratchPool;
+    ScratchPool::Lease memory(pool);
+    const Buffers at = buffers(layer, num_rows, (num_rows + num_chunks - 1) / num_chunks, memory);
     const auto each_chunk = [&](auto run) {
         for (std::size_t chunk = 0; chunk < num_chunks; ++chunk) {
             const std::size_t first = num_rows * chunk / num_chunks;

@@ -59,7 +59,8 @@ std::size_t first_alike(const Product* products, std::size_t index) {
 
 void run_products(const Product* products, std::size_t count, const InputRows& x, std::size_t num_rows,
                   int num_threads) {
-    static thread_local ScratchMemory memory;
+    static ScratchPool& pool = *new ScratchPool;
+    ScratchPool::Lease memory(pool);
     const KernelTable& table = kernels();
     Job job{table, {}, count, {}, 0};
     std::size_t row_bytes = 0, products_of_row = 0;

@@ -1,35 +1,80 @@
-// Memory that a thread keeps from one call to the next, since the system would have to give it anew each time.
+// Memory that a call works in and that is kept for the next one, since the system would have to give it anew each time.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <new>
+#include <utility>
+#include <vector>
 
 namespace kvist {
 
-class ScratchMemory {
-public:
-    // So many bytes at least, aligned to 64. What was in them is gone. std::bad_alloc if the system refuses them.
-    std::uint8_t* at_least(std::size_t bytes) {
-        if (bytes > size_) {
-            memory_.reset();
-            size_ = 0;
-            memory_.reset(static_cast<std::uint8_t*>(::operator new(bytes, kAlignment)));
-            size_ = bytes;
+// Lends pieces of memory. There come to be as many as calls that run at the same time, whatever the threads that make
+// them. It is never destroyed: threads may be calling while the process ends.
+class ScratchPool {
+    class Piece {
+    public:
+        std::uint8_t* at_least(std::size_t bytes) {
+            if (bytes > size_) {
+                memory_.reset();
+                size_ = 0;
+                memory_.reset(static_cast<std::uint8_t*>(::operator new(bytes, kAlignment)));
+                size_ = bytes;
+            }
+            return memory_.get();
         }
-        return memory_.get();
-    }
 
-private:
-    static constexpr std::align_val_t kAlignment{64};
+    private:
+        static constexpr std::align_val_t kAlignment{64};
 
-    struct Free {
-        void operator()(std::uint8_t* memory) const { ::operator delete(memory, kAlignment); }
+        struct Free {
+            void operator()(std::uint8_t* memory) const { ::operator delete(memory, kAlignment); }
+        };
+
+        std::unique_ptr<std::uint8_t, Free> memory_;
+        std::size_t size_ = 0;
     };
 
-    std::unique_ptr<std::uint8_t, Free> memory_;
-    std::size_t size_ = 0;
+public:
+    // A piece, for as long as this lives.
+    class Lease {
+    public:
+        explicit Lease(ScratchPool& pool) : pool_(pool), piece_(pool.take()) {}
+        ~Lease() { pool_.give_back(std::move(piece_)); }
+        Lease(const Lease&) = delete;
+        Lease& operator=(const Lease&) = delete;
+
+        // So many bytes at least, aligned to 64. What was in them is gone. std::bad_alloc if the system refuses them.
+        std::uint8_t* at_least(std::size_t bytes) { return piece_.at_least(bytes); }
+
+    private:
+        ScratchPool& pool_;
+        Piece piece_;
+    };
+
+private:
+    // The piece that was given back last: it is nearest to the caches.
+    Piece take() {
+        const std::lock_guard lock(mutex_);
+        ++lent_;
+        idle_.reserve(idle_.size() + lent_);  // so that giving back never fails
+        if (idle_.empty()) return {};
+        Piece piece = std::move(idle_.back());
+        idle_.pop_back();
+        return piece;
+    }
+
+    void give_back(Piece piece) {
+        const std::lock_guard lock(mutex_);
+        --lent_;
+        idle_.push_back(std::move(piece));
+    }
+
+    std::mutex mutex_;
+    std::vector<Piece> idle_;
+    std::size_t lent_ = 0;
 };
 
 }  // namespace kvist

@@ -12,7 +12,13 @@ namespace {
 inline Floats tanh(Floats x) {
     const Floats one = all_floats(1.0f), two = all_floats(2.0f);
     const Floats power = exp2(min(all_floats(126.0f), x * all_floats(2 * kLog2E)));
-    return one - two / (power + one);
+    const Floats quotient = one - two / (power + one);
+    // Near 0 the quotient loses digits to the 1 that it is taken from, and a large cap multiplies what is lost. There
+    // the first terms of the series are as good as they can be.
+    const Floats square = x * x;
+    Floats series = fma(square, all_floats(-17.0f / 315), all_floats(2.0f / 15));
+    series = x * fma(square, fma(square, series, all_floats(-1.0f / 3)), one);
+    return select(less(square, all_floats(1.0f / 16)), series, quotient);
 }
 
 // The lines of a row's scores in a split, of which it sees the slots from the first to before the last.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import random as python_random
 import re
@@ -274,6 +275,15 @@ def test_scores_are_capped_and_a_sink_takes_its_share(kv_format: KVFormat, optio
 
 
 @pytest.mark.parametrize("kv_format", SAME, ids=str)
+@pytest.mark.parametrize("softcap", [1e4, 1e8, 1e30])
+def test_a_cap_that_no_score_comes_near_changes_nothing(kv_format: KVFormat, softcap: float) -> None:
+    spans = [(0, SPLIT + 5, 1), (1, 0, 70)]
+    pool = Pool(SHAPES[0], kv_format, [SPLIT + 6, 70, 1])
+    q = queries(SHAPES[0], 71)
+    assert pool.is_near(pool.attend(q, spans, softcap=softcap), pool.expected(q, spans))
+
+
+@pytest.mark.parametrize("kv_format", SAME, ids=str)
 def test_bf16_queries_give_a_bf16_result(kv_format: KVFormat) -> None:
     shape, spans = SHAPES[1], [(0, 300, 1), (1, 0, 70)]
     pool = Pool(shape, kv_format, [301, 70, 1])
@@ -507,7 +517,10 @@ def test_a_layer_says_what_is_wrong_with_it(changes: dict[str, object], message:
         ({"out": torch.zeros(1, 1, 64).expand(1, 9, 64)}, "out must not overlap itself"),
         ({"out": torch.zeros(1, 9, 64), "sinks": None}, "sinks and out must not overlap"),
         ({"scale": float("nan")}, "scale must be finite"),
-        ({"softcap": -1.0}, "softcap must be positive and finite"),
+        ({"softcap": -1.0}, "softcap must be from 1e-30 to 1e30"),
+        ({"softcap": 1e31}, "softcap must be from 1e-30 to 1e30"),
+        ({"softcap": 1e-31}, "softcap must be from 1e-30 to 1e30"),
+        ({"softcap": math.nan}, "softcap must be from 1e-30 to 1e30"),
         ({"sinks": torch.zeros(8)}, "sinks has the shape [8]: it must be [9]"),
         ({"window": 0}, "window is 0: it must be from 1 to"),
         ({"num_threads": 0}, "num_threads is 0: it must be from 1 to 1024"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 
 import torch
@@ -41,7 +40,7 @@ def attend(
 
     Raises:
         SequenceError: a view made before is of no use any more, as in `CacheView.write`.
-        ValueError: there is no such layer, an argument is not of its shape, or `softcap` is not positive.
+        ValueError: there is no such layer, an argument is not of its shape, or `softcap` is out of range.
     """
     _check(q, cache, layer, softcap, sinks)
     if cache.is_native(layer):
@@ -90,5 +89,5 @@ def _check(q: torch.Tensor, cache: CacheView, layer: int, softcap: float | None,
         )
     if sinks is not None and sinks.shape != (num_heads,):
         raise ValueError(f"sinks are {tuple(sinks.shape)}: there must be one for each of {num_heads} query heads")
-    if softcap is not None and not 0 < softcap < math.inf:
-        raise ValueError(f"softcap is {softcap}: it must be positive and finite")
+    if softcap is not None and not 1e-30 <= softcap <= 1e30:  # so that its inverse is a number, too
+        raise ValueError(f"softcap is {softcap}: it must be from 1e-30 to 1e30")
