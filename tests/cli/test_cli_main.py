@@ -9,7 +9,7 @@ import pytest
 
 from kvist.errors import OptionError, SameAnswerWarning
 
-VERBS = ("run", "chat", "plan", "eval", "pull", "models", "bench")
+VERBS = ("run", "chat", "plan", "eval", "pull", "models", "bench", "convert")
 
 
 def fresh(code: str, *, stdout: int = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
@@ -33,10 +33,17 @@ def test_help_fits_80_columns(kvist, verb, monkeypatch):
     assert max(map(len, outcome.out.splitlines())) <= 80
 
 
-def test_group_alone_shows_its_help(kvist):
-    outcome = kvist("bench")
+@pytest.mark.parametrize(("group", "verb"), [("bench", "bandwidth"), ("convert", "expand")])
+def test_group_alone_shows_its_help(kvist, group, verb):
+    outcome = kvist(group)
     assert outcome.code == 0
-    assert "bandwidth" in outcome.out
+    assert f"\n  {verb} " in outcome.out
+
+
+@pytest.mark.parametrize("group", [(), ("bench",), ("convert",)])
+def test_a_list_of_verbs_says_of_each_the_whole_of_what_it_does(kvist, group, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert "..." not in kvist(*group, "--help").out.partition("Commands:")[2]
 
 
 def test_version(kvist, monkeypatch):

@@ -39,7 +39,10 @@ def bandwidth(
     passes: Annotated[int, typer.Option(help="How often to read the buffer.", metavar="N", min=1)] = 10,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
-    """How fast this machine reads memory: the most that a decoder, which mostly reads, can come to."""
+    """How fast this machine reads memory.
+
+    It is the most that a decoder, which mostly reads, can come to.
+    """
     if threads is not None:
         check_threads("threads", threads)
 

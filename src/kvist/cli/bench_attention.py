@@ -45,11 +45,12 @@ def attention(
     plot: bench_options.PlotOption = None,
     threads: options.ThreadsOption = None,
 ) -> None:
-    """How fast attention reads the cache, in each format, beside the bandwidth of the moment.
+    """How fast attention reads the cache, by format.
 
-    Keys, values and queries are random, and every layer has memory of its own. Where all of it fits into the
-    processor's caches, a line says so: take more --context, --layers or --batch. Formats are timed in turn; a
-    repetition counts only where the read bandwidth before and after it is the same within 10 %.
+    Beside it stands the read bandwidth of the moment. Keys, values and queries are random, and every layer has memory
+    of its own. Where all of it fits into the processor's caches, a line says so: take more --context, --layers or
+    --batch. Formats are timed in turn; a repetition counts only where the read bandwidth before and after it is the
+    same within 10 %.
     """
     formats = bench_options.formats(kv_format)
     if threads is not None:

@@ -44,11 +44,12 @@ def decode(
     plot: bench_options.PlotOption = None,
     threads: options.ThreadsOption = None,
 ) -> None:
-    """How fast one sequence is decoded after contexts of several lengths, in each cache format.
+    """How fast one sequence is decoded, by format.
 
-    The context is a real text. Beside the tokens per second stand the bytes that a step must read, of weights and of
-    keys and values, and the limit: what the read bandwidth of the moment allows. Formats are timed in turn; a
-    repetition counts only where the read bandwidth before and after it is the same within 10 %.
+    It is after contexts of several lengths. The context is a real text. Beside the tokens per second stand the bytes
+    that a step must read, of weights and of keys and values, and the limit: what the read bandwidth of the moment
+    allows. Formats are timed in turn; a repetition counts only where the read bandwidth before and after it is the same
+    within 10 %.
     """
     asked = Asked(model, weights_format, bench_options.formats(kv_format), text, repetitions, threads)
     lengths = bench_options.numbers("contexts", contexts)
@@ -88,7 +89,7 @@ def batch(
     plot: bench_options.PlotOption = None,
     threads: options.ThreadsOption = None,
 ) -> None:
-    """How fast several sequences are decoded together, in each cache format.
+    """How fast several sequences are decoded together.
 
     Weights are read once a step for all sequences, keys and values for each: so many together give more tokens per
     second than one. --requests 32 measures whole requests, from their prompts to their last tokens.

@@ -44,10 +44,11 @@ def heads(
     plot: bench_options.PlotOption = None,
     threads: options.ThreadsOption = None,
 ) -> None:
-    """What sharing keys and values saves: one small decoder with random weights, with fewer and fewer KV heads.
+    """What sharing keys and values saves.
 
-    Each number of KV heads generates the same count of tokens over a cache that grows by concatenation, in turns of 32
-    tokens, so that what the machine does meanwhile meets all alike.
+    One small decoder with random weights has fewer and fewer KV heads. Each number of KV heads generates the same count
+    of tokens over a cache that grows by concatenation, in turns of 32 tokens, so that what the machine does meanwhile
+    meets all alike.
     """
     counts = bench_options.numbers("kv_heads", kv_heads)
     if threads is not None:

@@ -32,10 +32,10 @@ def prefill(
     plot: bench_options.PlotOption = None,
     threads: options.ThreadsOption = None,
 ) -> None:
-    """How fast a prompt is computed from nothing, in each cache format: its tokens over the time to the first new one.
+    """How fast a prompt is computed, by format.
 
-    The prompt is a real text. Formats are timed in turn; a repetition counts only where the read bandwidth before and
-    after it is the same within 10 %.
+    That is its tokens over the time to the first new one, from an empty cache. The prompt is a real text. Formats are
+    timed in turn; a repetition counts only where the read bandwidth before and after it is the same within 10 %.
     """
     asked = Asked(model, weights_format, bench_options.formats(kv_format), text, repetitions, threads)
     lengths = bench_options.numbers("contexts", contexts)

@@ -39,11 +39,12 @@ def products(
     plot: bench_options.PlotOption = None,
     threads: options.ThreadsOption = None,
 ) -> None:
-    """How fast rows are multiplied with a matrix of quantised weights, beside PyTorch's products in bf16 and int8.
+    """How fast rows meet quantised weights.
 
-    One row is bound by reading the weights, many by arithmetic. Weights and rows are random; the products of a run have
-    copies of the matrix in turn, more of them than the processor's caches hold. All are timed in turn; a repetition
-    counts only where the read bandwidth before and after it is the same within 10 %.
+    Beside them stand PyTorch's products in bf16 and int8. One row is bound by reading the weights, many by arithmetic.
+    Weights and rows are random; the products of a run have copies of the matrix in turn, more of them than the
+    processor's caches hold. All are timed in turn; a repetition counts only where the read bandwidth before and after
+    it is the same within 10 %.
     """
     counts = bench_options.numbers("rows", rows, _MOST_ROWS)
     if threads is not None:

@@ -66,11 +66,12 @@ def gqa(
     force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Merge KV heads, so that more query heads share one and the cache is smaller.
+    """Merge KV heads: a smaller cache.
 
-    first keeps the first head of each group of neighbours, mean averages them; aligned chooses groups and turns heads
-    so that they agree before they are averaged; fitted makes heads that give each layer's attention output on a text
-    again, as well as they can. The destination loads in Kvist and in transformers.
+    More query heads share each. The method first keeps the first head of each group of neighbours, mean averages them;
+    aligned chooses groups and turns heads so that they agree before they are averaged; fitted makes heads that give
+    each layer's attention output on a text again, as well as they can. The destination loads in Kvist and in
+    transformers.
     """
     check_integer("kv_heads", kv_heads, 1)
     config = GqaConfig(method, window, windows)
@@ -100,9 +101,10 @@ def expand(
     force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Give each query head a KV head of its own: the same model as MHA, to the bit, with a larger cache.
+    """Give each query head a KV head of its own.
 
-    Each KV head is repeated for the query heads that read it. `kvist convert gqa --method mean` goes back.
+    It is the same model as MHA, to the bit, with a larger cache. Each KV head is repeated for the query heads that read
+    it. `kvist convert gqa --method mean` goes back.
     """
     _prepare(None)
     from kvist.convert import expand as expanded

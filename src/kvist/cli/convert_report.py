@@ -49,10 +49,10 @@ def report(
     ] = "bf16",
     threads: options.ThreadsOption = None,
 ) -> None:
-    """What a conversion costs and gives: quality, cache and speed of both models.
+    """What a conversion costs and gives.
 
-    Both predict the text in fp32; printed are loss, perplexity, and how far the converted model's predictions are from
-    its source's. Then both decode after each context, in turn.
+    That is quality, cache and speed of both models. Both predict the text in fp32; printed are loss, perplexity, and
+    how far the converted model's predictions are from its source's. Then both decode after each context, in turn.
     """
     formats, lengths = LayerFormats.parse(kv_format), bench_options.numbers("contexts", contexts)
     if threads is not None:

@@ -86,11 +86,12 @@ def uptrain(
     ] = None,
     threads: options.ThreadsOption = None,
 ) -> None:
-    """Train a converted model to predict, and to attend, as its teacher does.
+    """Train a converted model on its teacher.
 
-    The loss is the divergence of its predictions from the teacher's, and the difference of each layer's attention
-    output. In the end its weights take the place of those in DST; conversion.json says how it was trained, and
-    uptraining.jsonl has the learning curve. Ctrl-C saves what is done; --resume goes on from there to the same bits.
+    It learns to predict, and to attend, as the teacher does. The loss is the divergence of its predictions from the
+    teacher's, and the difference of each layer's attention output. In the end its weights take the place of those in
+    DST; conversion.json says how it was trained, and uptraining.jsonl has the learning curve. Ctrl-C saves what is
+    done; --resume goes on from there to the same bits.
     """
     if steps is None and minutes is None:
         minutes = DEFAULT_MINUTES
