@@ -103,7 +103,6 @@ class CacheView:
         for first, span in zip(self.first_positions, spans, strict=True):
             positions.extend(range(first, first + span.num_tokens))
         self._positions = torch.tensor(positions, dtype=torch.int64, device=device)
-        self._slots, self._numbers = self._positions % PAGE_SLOTS, self._positions // PAGE_SLOTS
         # Made when a layer of the group needs them: the pages of each row, or the native step with the pool's tensor.
         self._write_pages: dict[int, torch.Tensor] = {}
         self._native_steps: dict[int, tuple[torch.Tensor, PageStep]] = {}
@@ -133,7 +132,8 @@ class CacheView:
         if index not in self._write_pages:
             pages = self._pages_of_rows(index)
             self._write_pages[index] = torch.tensor(pages, dtype=torch.int64, device=self._positions.device)
-        group.codec.write(group.pool.pages, row, self._write_pages[index], self._slots, self._numbers, k, v)
+        slots, numbers = self._positions % PAGE_SLOTS, self._positions // PAGE_SLOTS
+        group.codec.write(group.pool.pages, row, self._write_pages[index], slots, numbers, k, v)
 
     def layout(self, layer: int) -> LayerLayout:
         """Where a layer lies in its group's pages, and of what shape it is."""

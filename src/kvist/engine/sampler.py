@@ -92,12 +92,21 @@ def sample(logits: torch.Tensor, states: Sequence[SamplingState]) -> list[Drawn 
     A row that cannot be drawn from gives its error, the others their tokens. Rows do not touch each other: what one
     draws is the same in any batch.
     """
-    top_logits, top_ids = logits.max(dim=-1)  # the first of equals; NaN and inf are larger than all
-    sound = top_logits.isfinite().tolist()
+    top_ids, top_logits = _largest_of_rows(logits)
     return [
-        _outcome(row, state, top_id) if is_sound else _not_numbers()
-        for row, state, top_id, is_sound in zip(logits, states, top_ids.tolist(), sound, strict=True)
+        _outcome(row, state, top_id) if math.isfinite(top_logit) else _not_numbers()
+        for row, state, top_id, top_logit in zip(logits, states, top_ids, top_logits, strict=True)
     ]
+
+
+def _largest_of_rows(logits: torch.Tensor) -> tuple[list[int], list[float]]:
+    """Of each row `[V]` the first of the largest, and what it is; NaN and infinity are larger than all."""
+    if logits.device.type == "cpu":  # numpy finds it in a tenth of the time
+        rows = logits.detach().numpy()
+        ids = rows.argmax(axis=1)
+        return ids.tolist(), rows[range(len(rows)), ids].tolist()
+    values, indices = logits.max(dim=-1)
+    return indices.tolist(), values.tolist()
 
 
 def _outcome(row: torch.Tensor, state: SamplingState, top_id: int) -> Drawn | Exception:

@@ -125,7 +125,7 @@ class LinearWeight(Protocol):
             ValueError: an argument has the wrong dtype, shape or strides, or the two overlap.
         """
 
-    def decode_rows(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+    def decode_rows(self, rows: object, out: object) -> None:
         """Write the weights of some rows to `out`, with the bits of `weight_codec.decode_rows`.
 
         Args:

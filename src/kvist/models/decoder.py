@@ -43,7 +43,9 @@ class Decoder(nn.Module, ABC):
 
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         """Logits `[S, V]`, float32, of the rows that the step asks for. Writes the step's keys and values."""
-        return self.logits(self.hidden_states(inputs)[inputs.logit_rows])
+        hidden = self.hidden_states(inputs)
+        # Rows are asked for once and in their order: as many as there are is all of them.
+        return self.logits(hidden if len(inputs.logit_rows) == len(hidden) else hidden[inputs.logit_rows])
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """What the first layer takes, `[..., E]`, for token ids `[...]`."""

@@ -94,7 +94,7 @@ class QuantisedEmbedding(QuantisedMatrix):
         if handle is None:
             return decode_rows(self.packed, token_ids)
         out = torch.empty(len(token_ids), self.num_columns)
-        handle.decode_rows(token_ids.contiguous(), out)
+        handle.decode_rows(native.capsule(token_ids.contiguous()), native.capsule(out))
         return out
 
 

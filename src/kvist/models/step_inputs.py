@@ -16,8 +16,8 @@ class StepInputs:
     Attributes:
         token_ids: `[T]` int64.
         positions: `[T]` int64, each token's place in its own sequence.
-        logit_rows: `[S]` int64, the rows of `T` whose logits are wanted (the last of each sequence that samples;
-            all rows when a text is scored).
+        logit_rows: `[S]` int64, ascending, the rows of `T` whose logits are wanted (the last of each sequence that
+            samples; all rows when a text is scored).
         cache: where the layers write this step's keys and values and read all that came before.
     """
 
