@@ -32,5 +32,6 @@ def test_every_format_is_attended_over() -> None:
         result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
         if result.returncode != -signal.SIGILL:
             break
+    least = native.available_isas()[0]
     # The emulator has notes of its own on standard error.
-    assert (result.stdout.strip(), result.returncode) == ("baseline", 0), result.stderr
+    assert (result.stdout.strip(), result.returncode) == (least, 0), result.stderr
