@@ -5,9 +5,9 @@
                   huge            huge          small
 
 A layer's part of a page is small, and the next lies a whole page further: with small pages of the system, attention
-spends up to a tenth of its time on finding where they are. But a huge page is memory as a whole: a block becomes one
-when all pool pages that reach into it are committed, and is one no longer when the first of them is given back. So what
-the budget counts stays what the system has committed.
+spends time on finding where they are. But a huge page is memory as a whole: a block becomes one when all pool pages
+that reach into it are committed, and is one no longer when the first of them is given back. So what the budget counts
+stays what the system has committed.
 """
 
 from __future__ import annotations
