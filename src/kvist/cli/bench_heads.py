@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_module
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvist.cli import bench_options, options
-from kvist.cli.bench_report import new_table, produce
+from kvist.cli.bench_report import BenchReport, new_table, produce
 from kvist.cli.progress import progress_bar
 from kvist.config import check_threads
 from kvist.errors import OptionError
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from kvist.bench.heads import HeadsRow, HeadsShape
-    from kvist.bench.machine import MachineFacts
 
 _SHOWN_LENGTHS = 5
 _MIB = 2**20
@@ -62,7 +60,7 @@ def heads(
 
 
 @dataclass(frozen=True)
-class HeadsReport:
+class HeadsReport(BenchReport):
     """What `kvist bench heads` prints and writes.
 
     Attributes:
@@ -70,14 +68,22 @@ class HeadsReport:
         device: on what.
         rows: one for each number of KV heads; the first is what others are compared with.
         bandwidths: read from memory, bytes per second, before, meanwhile and after; none off the CPU.
-        machine: the facts.
     """
 
     shape: HeadsShape
     device: str
     rows: tuple[HeadsRow, ...]
     bandwidths: tuple[float, ...]
-    machine: MachineFacts
+
+    @property
+    def work(self) -> str:
+        return "heads"
+
+    @property
+    def is_steady(self) -> bool:
+        from kvist.bench.probed import MOST_DRIFT
+
+        return not self.bandwidths or min(self.bandwidths) >= (1 - MOST_DRIFT) * max(self.bandwidths)
 
     @property
     def title(self) -> str:
@@ -96,7 +102,7 @@ class HeadsReport:
             rates = f"\nread bandwidth meanwhile: {low:.1f} to {high:.1f} GB/s"
         return self.machine.line + rates
 
-    def all_tables(self) -> Iterable[Table]:
+    def tables(self) -> Iterable[Table]:
         yield self._speed_table()
         yield _over_length("", [(row, row.lengths, row.ms_per_token) for row in self.rows])
         yield self._cache_table()
@@ -105,12 +111,11 @@ class HeadsReport:
             yield _over_length(" without a cache", uncached)
             yield self._uncached_table()
 
-    def json(self) -> str:
+    def figures(self) -> dict[str, Any]:
         from kvist.bench.heads import pays_from
 
         baseline = self.rows[0]
-        fields: dict[str, Any] = {
-            "work": "heads",
+        return {
             "shape": asdict(self.shape),
             "device": self.device,
             "rows": [
@@ -127,9 +132,7 @@ class HeadsReport:
                 for row in self.rows
             ],
             "bandwidth_bytes_per_s": self.bandwidths,
-            "machine": asdict(self.machine),
         }
-        return json_module.dumps(fields, allow_nan=False)
 
     def draw(self, path: Path, kind: str) -> None:
         from kvist.bench.heads_plot import write_heads
@@ -237,4 +240,4 @@ def _measure(shape: HeadsShape, device: str, threads: int | None, *, no_cache: b
             progress=progress,
             bandwidth=(lambda: max(native.read_rates(passes=2))) if on_cpu else None,
         )
-    return HeadsReport(shape, device, tuple(rows), bandwidths, MachineFacts.gather(torch.get_num_threads()))
+    return HeadsReport(MachineFacts.gather(torch.get_num_threads()), shape, device, tuple(rows), bandwidths)

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from kvist.cli.output import in_bf16, table_console
 from kvist.cli.output_file import check_apart, output_file
@@ -156,23 +156,9 @@ def new_table(*columns: str, names: int = 1) -> Table:
     return table
 
 
-class Printed(Protocol):
-    """What `produce` needs of a report."""
-
-    @property
-    def title(self) -> str: ...
-
-    @property
-    def facts(self) -> str: ...
-
-    def json(self) -> str: ...
-
-    def all_tables(self) -> Iterable[Table]: ...
-
-    def draw(self, path: Path, kind: str) -> None: ...
-
-
-def produce(measure: Callable[[], Printed], *, json: Path | None, plot: Path | None, text: Path | None = None) -> None:
+def produce(
+    measure: Callable[[], BenchReport], *, json: Path | None, plot: Path | None, text: Path | None = None
+) -> None:
     """Measure, write the files that are asked for, and print the report, or its JSON alone.
 
     Args:
@@ -204,7 +190,7 @@ def produce(measure: Callable[[], Printed], *, json: Path | None, plot: Path | N
                 _print(report)
 
 
-def _print(report: Printed) -> None:
+def _print(report: BenchReport) -> None:
     console = table_console()
     print(report.title)
     for table in report.all_tables():
