@@ -6,8 +6,11 @@ from pathlib import Path
 
 import tokenizers
 import torch
+from safetensors.torch import save_file
 from tokenizers import decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, PreTrainedTokenizerFast
+
+from kvist.attention import Decoder, DecoderConfig
 
 NUM_LAYERS, NUM_HEADS, HEAD_DIM = 8, 16, 16
 END = "<|end|>"
@@ -33,16 +36,37 @@ def write_untrained(directory: Path, text: str, *, vocab_size: int, seed: int) -
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END)  # type: ignore[no-untyped-call]
     fast.save_pretrained(directory)
     torch.manual_seed(seed)
-    config = LlamaConfig(
+    config = DecoderConfig(
         vocab_size=tokenizer.get_vocab_size(),
-        hidden_size=NUM_HEADS * HEAD_DIM,
-        intermediate_size=2 * NUM_HEADS * HEAD_DIM,
-        num_hidden_layers=NUM_LAYERS,
-        num_attention_heads=NUM_HEADS,
-        num_key_value_heads=NUM_HEADS,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.token_to_id(END),
+        embed_dim=NUM_HEADS * HEAD_DIM,
+        num_layers=NUM_LAYERS,
+        num_heads=NUM_HEADS,
+        num_kv_heads=NUM_HEADS,
+        mlp_dim=2 * NUM_HEADS * HEAD_DIM,
     )
-    LlamaForCausalLM(config).save_pretrained(directory)
+    save_as_llama(Decoder(config), directory, end_token_id=tokenizer.token_to_id(END))
+
+
+def save_as_llama(decoder: Decoder, directory: Path, *, end_token_id: int | None) -> None:
+    """Write a pre-norm decoder with rope as the Llama checkpoint that it is: parameters have the same names."""
+    config = decoder.config
+    assert config.rope is not None
+    assert config.mlp_dim is not None
+    weights = {f"model.{name}": weight.contiguous() for name, weight in decoder.state_dict().items()}
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        vocab_size=config.vocab_size,
+        hidden_size=config.embed_dim,
+        intermediate_size=config.mlp_dim,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        max_position_embeddings=1024,
+        rms_norm_eps=config.eps,
+        rope_parameters={"rope_type": "default", "rope_theta": config.rope.theta},
+        tie_word_embeddings=config.tie_embeddings,
+        bos_token_id=None,
+        eos_token_id=end_token_id,
+        dtype="float32",
+    ).save_pretrained(directory)
