@@ -62,3 +62,20 @@ def committed_bytes(pool: PagePool) -> int | None:
         entries = memoryview(file.read(count * 8)).cast("Q")
     assert len(entries) == count
     return sum(bool(entry & _IN_MEMORY_OR_SWAPPED) for entry in entries) * mmap.PAGESIZE
+
+
+def huge_bytes(pool: PagePool) -> int | None:
+    """How much of a pool's memory the system has in huge pages; None where it does not say."""
+    smaps = Path("/proc/self/smaps")
+    if not smaps.exists():
+        return None
+    first, stop = pool.pages.data_ptr(), pool.pages.data_ptr() + pool.pages.nbytes
+    total, inside = 0, False
+    for line in smaps.read_text(encoding="ascii", errors="replace").splitlines():
+        name, _, rest = line.partition(" ")
+        if name.startswith("AnonHugePages") and inside:
+            total += int(rest.split()[0]) * 1024
+        elif not name.endswith(":"):  # the range of addresses that the lines below are about
+            start, end = (int(bound, 16) for bound in name.split("-"))
+            inside = first <= start and end <= stop
+    return total

@@ -38,6 +38,21 @@ def test_the_lowest_free_page_is_taken_first(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_pages_that_are_taken_together_are_the_same_as_one_by_one(kind: str) -> None:
+    pool = pool_of(kind)
+    assert pool.take_together(5) == [0, 1, 2, 3, 4]
+    for page in (3, 0, 2):
+        pool.give_back(page)
+    assert pool.take_together(0) == []
+    assert pool.take_together(4) == [0, 2, 3, 5]
+    with pytest.raises(CacheFullError, match="all 8 pages are in use"):
+        pool.take_together(3)
+    assert (pool.pages_in_use, pages_free(pool)) == (6, 2)
+    assert not pool.pages.any()
+    assert pool.take_together(2) == [6, 7]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_page_is_free_when_its_last_owner_has_left(kind: str) -> None:
     pool = pool_of(kind)
     page = pool.take()

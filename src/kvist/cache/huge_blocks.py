@@ -7,7 +7,8 @@
 A layer's part of a page is small, and the next lies a whole page further: with small pages of the system, attention
 spends time on finding where they are. But a huge page is memory as a whole: a block becomes one when all pool pages
 that reach into it are committed, and is one no longer when the first of them is given back. So what the budget counts
-stays what the system has committed.
+stays what the system has committed. Where all of them are committed together it is one from the first touch; else the
+system copies what is there, which takes it twenty times as long.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
+from collections.abc import Sequence
 
 # From Linux 6.1 on. Python has no name for it.
 _MADV_COLLAPSE = 25
 _BLOCK_BYTES = 2 << 20
-# A refusal may be of the moment; a system that has no such call, or no memory in one piece, is not asked for ever.
+# In a row. A refusal may be of the moment; a system that has no such call, or no memory in one piece, is not asked for
+# ever.
 _MOST_REFUSALS = 8
 
 
@@ -43,14 +46,24 @@ class HugeBlocks:
 
     @property
     def huge_bytes(self) -> int:
-        """How much of the map lies in huge pages."""
+        """How much of the map lies in huge pages, or will at the first touch."""
         return len(self._huge) * _BLOCK_BYTES
 
-    def committed(self, page: int) -> None:
-        """A page has become memory: its blocks become huge where it was the last."""
-        self._committed.add(page)
-        for block in self._blocks_of(page):
-            if block not in self._huge and all(other in self._committed for other in self._pages_of(block)):
+    def commits(self, pages: Sequence[int]) -> None:
+        """Pages are about to become memory together: blocks of which no other page has a part are huge from then on."""
+        if not self._tries_left:
+            return
+        together = set(pages)
+        for block in self._blocks_of_all(pages):
+            if together.issuperset(self._pages_of(block)):
+                self._huge.add(block)
+                self._advise(mmap.MADV_HUGEPAGE, *self._range(block))
+
+    def committed(self, pages: Sequence[int]) -> None:
+        """Pages have become memory: their blocks become huge where these were the last."""
+        self._committed.update(pages)
+        for block in self._blocks_of_all(pages):
+            if self._committed.issuperset(self._pages_of(block)):
                 self._make_huge(block)
 
     def decommits(self, page: int) -> None:
@@ -58,17 +71,26 @@ class HugeBlocks:
         self._committed.discard(page)
         for block in self._blocks_of(page):
             if block in self._huge:
-                self._advise(mmap.MADV_NOHUGEPAGE, *self._range(block))
+                start, length = self._range(block)
+                self._advise(mmap.MADV_NOHUGEPAGE, start, length)
+                # A huge page that is only unmapped in part stays with the process as a whole. This splits it.
+                first, stop = max(start, page * self._stride), min(start + length, (page + 1) * self._stride)
+                self._advise(mmap.MADV_FREE, first, stop - first)
                 self._huge.discard(block)
 
     def _make_huge(self, block: int) -> None:
-        if not self._tries_left:
-            return
-        if self._advise(mmap.MADV_HUGEPAGE, *self._range(block)) and self._advise(_MADV_COLLAPSE, *self._range(block)):
-            self._huge.add(block)
-        else:
+        place = self._range(block)
+        if self._tries_left:
+            if self._advise(mmap.MADV_HUGEPAGE, *place) and self._advise(_MADV_COLLAPSE, *place):
+                self._huge.add(block)
+                self._tries_left = _MOST_REFUSALS
+                return
             self._tries_left -= 1
-            self._advise(mmap.MADV_NOHUGEPAGE, *self._range(block))
+        self._huge.discard(block)
+        self._advise(mmap.MADV_NOHUGEPAGE, *place)
+
+    def _blocks_of_all(self, pages: Sequence[int]) -> set[int]:
+        return {block for page in pages for block in self._blocks_of(page)}
 
     def _blocks_of(self, page: int) -> range:
         """The whole blocks of the map that a page reaches into."""

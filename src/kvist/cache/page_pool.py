@@ -15,6 +15,7 @@ import heapq
 import mmap
 import platform
 import sys
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -43,8 +44,8 @@ class _Storage(Protocol):
     def pages(self) -> torch.Tensor:
         """`[P, stride]` uint8."""
 
-    def commit(self, page: int) -> None:
-        """Make a page, which is not in use, usable and zero."""
+    def commit(self, pages: Sequence[int]) -> None:
+        """Make pages, none of which is in use, usable and zero."""
 
     def decommit(self, page: int) -> None:
         """Give the memory of a page back."""
@@ -74,11 +75,18 @@ class ReservedRange:
         # The tensor keeps the map alive; it is unmapped with its last user.
         self.pages = torch.frombuffer(self._map, dtype=torch.uint8).view(max_pages, stride)
 
-    def commit(self, page: int) -> None:
-        # One write per page of the operating system. What the budget counts is committed from here on, not at some
-        # later write into the page.
-        self.pages[page, :: mmap.PAGESIZE] = 0
-        self.blocks.committed(page)
+    def commit(self, pages: Sequence[int]) -> None:
+        try:
+            self.blocks.commits(pages)
+            # One write per page of the operating system. What the budget counts is committed from here on, not at some
+            # later write into the page.
+            for page in pages:
+                self.pages[page, :: mmap.PAGESIZE] = 0
+            self.blocks.committed(pages)
+        except BaseException:  # an interrupt
+            for page in pages:
+                self.decommit(page)
+            raise
 
     def decommit(self, page: int) -> None:
         self.blocks.decommits(page)
@@ -95,15 +103,16 @@ class GrowingTensor:
         self._max_pages = max_pages
         self.pages = torch.empty((0, stride), dtype=torch.uint8, device=device)
 
-    def commit(self, page: int) -> None:
+    def commit(self, pages: Sequence[int]) -> None:
         num_pages, stride = self.pages.shape
-        if page >= num_pages:
-            grown = min(self._max_pages, max(page + 1, int(num_pages * _GROWTH), _LEAST_GROWTH_PAGES))
+        needed = max(pages, default=-1) + 1
+        if needed > num_pages:
+            size = min(self._max_pages, max(needed, int(num_pages * _GROWTH), _LEAST_GROWTH_PAGES))
             # Not one that only inference mode may write to, whatever mode the step runs in.
             with torch.inference_mode(False):
-                pages = torch.zeros((grown, stride), dtype=torch.uint8, device=self.pages.device)
-                pages[:num_pages] = self.pages
-            self.pages = pages
+                grown = torch.zeros((size, stride), dtype=torch.uint8, device=self.pages.device)
+                grown[:num_pages] = self.pages
+            self.pages = grown
 
     def decommit(self, page: int) -> None:
         self.pages[page] = 0
@@ -170,24 +179,27 @@ class PagePool:
         return self._owners.get(page, 0)
 
     def take(self) -> int:
-        """The lowest free page, all zeros, with one owner.
+        """The lowest free page, all zeros, with one owner. Raises as `take_together`."""
+        return self.take_together(1)[0]
+
+    def take_together(self, count: int) -> list[int]:
+        """The lowest free pages, ascending, all zeros, each with one owner: cheaper than one by one.
 
         Raises:
-            CacheFullError: no page is free. Who keeps to the budget never sees it.
+            CacheFullError: so many are not free; none is taken then. Who keeps to the budget never sees it.
         """
-        if self._returned:
-            page = self._returned[0]
-        elif self._untouched < self.max_pages:
-            page = self._untouched
-        else:
+        pages = heapq.nsmallest(count, self._returned)
+        num_untouched = count - len(pages)
+        if self._untouched + num_untouched > self.max_pages:
             raise CacheFullError(f"all {self.max_pages:,} pages are in use: raise kv_memory")
-        self._storage.commit(page)
-        if self._returned:
+        pages += range(self._untouched, self._untouched + num_untouched)
+        self._storage.commit(pages)
+        for _ in range(count - num_untouched):
             heapq.heappop(self._returned)
-        else:
-            self._untouched += 1
-        self._owners[page] = 1
-        return page
+        self._untouched += num_untouched
+        for page in pages:
+            self._owners[page] = 1
+        return pages
 
     def share(self, page: int) -> None:
         """Count one more owner of a page in use."""

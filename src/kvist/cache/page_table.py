@@ -148,8 +148,8 @@ class PageTable:
                 raise
             self._keep(self.first, [*self.pages[:tail], copy, *self.pages[tail + 1 :]], [shared])
             self.give_back()
-        while self.stop < pages_of(stop):
-            self.pages.append(self._pool.take())
+        if self.stop < pages_of(stop):
+            self.pages += self._pool.take_together(pages_of(stop) - self.stop)
             self._tensor = None
 
     def drop_unneeded(self, length: int) -> None:
