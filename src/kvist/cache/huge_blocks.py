@@ -7,8 +7,8 @@
 A layer's part of a page is small, and the next lies a whole page further: with small pages of the system, attention
 spends time on finding where they are. But a huge page is memory as a whole: a block becomes one when all pool pages
 that reach into it are committed, and is one no longer when the first of them is given back. So what the budget counts
-stays what the system has committed. Where all of them are committed together it is one from the first touch; else the
-system copies what is there, which takes it twenty times as long.
+stays what the system has committed. Where all of them are committed together it is one from the first touch, which is
+cheaper than to have the system copy what is there.
 """
 
 from __future__ import annotations

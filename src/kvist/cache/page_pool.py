@@ -11,7 +11,7 @@ gives it back, and is all zeros when it is taken.
 
 from __future__ import annotations
 
-import heapq
+import bisect
 import mmap
 import platform
 import sys
@@ -156,7 +156,7 @@ class PagePool:
         self.max_pages = max_pages
         self._storage = storage or _storage(max_pages, self.stride, torch.device(device))
         self._owners: dict[int, int] = {}
-        # Free pages: those that were given back, as a heap, and all from `_untouched` on. Thus no list of millions.
+        # Free pages: those that were given back, ascending, and all from `_untouched` on. Thus no list of millions.
         self._returned: list[int] = []
         self._untouched = 0
 
@@ -188,14 +188,13 @@ class PagePool:
         Raises:
             CacheFullError: so many are not free; none is taken then. Who keeps to the budget never sees it.
         """
-        pages = heapq.nsmallest(count, self._returned)
+        pages = self._returned[:count]
         num_untouched = count - len(pages)
         if self._untouched + num_untouched > self.max_pages:
             raise CacheFullError(f"all {self.max_pages:,} pages are in use: raise kv_memory")
         pages += range(self._untouched, self._untouched + num_untouched)
         self._storage.commit(pages)
-        for _ in range(count - num_untouched):
-            heapq.heappop(self._returned)
+        del self._returned[: count - num_untouched]
         self._untouched += num_untouched
         for page in pages:
             self._owners[page] = 1
@@ -216,7 +215,7 @@ class PagePool:
             self._storage.decommit(page)
         finally:  # an interrupt is raised when the system's call is through
             del self._owners[page]
-            heapq.heappush(self._returned, page)
+            bisect.insort(self._returned, page)
 
     def copy(self, source: int, target: int) -> None:
         """Copy the bytes of a page in use to another."""
