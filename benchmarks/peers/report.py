@@ -129,13 +129,15 @@ class Report:
         """Decode over the context, a line for each engine and cache."""
         from matplotlib.figure import Figure
 
-        figure = Figure(figsize=(6.5 * len(self.models), 5.0), layout="constrained")
+        figure = Figure(figsize=(6.5 * len(self.models), 5.5), layout="constrained")
         every_axes = figure.subplots(1, len(self.models), squeeze=False)[0]
+        styles = _styles(list(dict.fromkeys(label for result in self.models for label in result.labels)))
+        lines: dict[str, Any] = {}
         for axes, result in zip(every_axes, self.models, strict=True):
-            for label, style in _styles(result.labels).items():
+            for label in result.labels:
                 rows = [row for row in result.rows if row.label == label and row.work == "decode"]
-                axes.plot(
-                    [row.context for row in rows], [row.figure.tokens_per_s for row in rows], label=label, **style
+                (lines[label],) = axes.plot(
+                    [row.context for row in rows], [row.figure.tokens_per_s for row in rows], **styles[label]
                 )
             contexts = result.contexts("decode")
             axes.set_xscale("log", base=2)
@@ -146,7 +148,9 @@ class Report:
             axes.set_ylabel("tokens per second, decode")
             axes.set_title(result.model)
             axes.grid(alpha=0.3)
-            axes.legend(fontsize="x-small")
+        # Below, since the lines are everywhere.
+        shown = [label for label in styles if label in lines]
+        figure.legend([lines[label] for label in shown], shown, loc="outside lower center", ncols=4, fontsize="x-small")
         figure.suptitle(f"{self.machine.cpu}, {self.machine.threads} threads", fontsize="small")
         figure.savefig(path, dpi=150)
 

@@ -1,6 +1,6 @@
 """The same work on Kvist and on its peers: one model file, the same tokens and threads, in turn.
 
-    python benchmarks/peers/run.py              everything: about half an hour once the peers are installed
+    python benchmarks/peers/run.py              everything: an hour or more once the peers are installed
     python benchmarks/peers/run.py --quick      a minute or two: does everything work?
 
 It runs with the interpreter of Kvist's own environment (the `bench` extra draws the picture) and installs each peer
