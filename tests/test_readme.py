@@ -58,3 +58,9 @@ def test_make_target(target: str) -> None:
 def test_links_lead_somewhere(document: Path) -> None:
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", document.read_text(encoding="utf-8")):
         assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_a_section_is_there_once(document: Path) -> None:
+    headings = re.findall(r"^## .*", document.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert [heading for heading in dict.fromkeys(headings) if headings.count(heading) > 1] == []

@@ -5,7 +5,8 @@
 An MHA decoder (8 layers, 16 heads) is trained on the text but for its last part; then it is converted to 8, 4, 2 and 1
 KV heads by each method of `kvist.convert`, and each of these is trained on for a twentieth of the steps, on the text's
 own loss, as in the GQA paper (arXiv 2305.13245, there with T5 and its pre-training). All losses are of the held-out
-part. The folder keeps the trained model, and with it the second run begins where the first one ended.
+part. The folder keeps the trained model, and with it the second run begins where the first one ended: of the same text
+and the same options of that model alone, which `mha.json` beside it says.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from kvist.convert.uptrain import Uptraining
 from kvist.convert.uptrain_config import UptrainConfig
 from kvist.convert.uptrain_curve import CurveRow
 from kvist.convert.uptrain_result import UptrainResult
-from kvist.errors import KvistError
+from kvist.errors import KvistError, OptionError, shown
 from kvist.evaluate.text_windows import EvaluationText
-from kvist.loading.untrusted_file import read_json
+from kvist.loading.untrusted_file import read_json, write_json
 
 UPTRAINED_FRACTION = 0.05
 
@@ -91,17 +92,49 @@ def losses(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def trained_mha(mha: Path, text: EvaluationText, options: argparse.Namespace) -> dict[str, Any]:
-    """Train the model, or find it trained; what is said of its training."""
-    if (record := last_training(mha)) is not None:
+    """Train the model, or find it trained; what is said of its training.
+
+    Raises:
+        OptionError: the model that is there is of another run.
+    """
+    record, waits, asked = last_training(mha), (mha / "uptraining").is_dir(), asked_of(text, options)
+    if record is not None or waits:
+        check_same_run(mha, asked)
+    if record is not None:
         return record
-    waits = (mha / "uptraining").is_dir()
     if not waits:
+        write_json(asked_file(mha), asked)
         write_untrained(mha, text.text, vocab_size=options.vocab_size, seed=0)
     config = UptrainConfig(minutes=options.minutes, learning_rate=options.rate, **losses(options))
     run(Uptraining(mha, None, [text], config, resume=waits), "MHA")
     record = last_training(mha)
     assert record is not None
     return record
+
+
+def asked_of(text: EvaluationText, options: argparse.Namespace) -> dict[str, object]:
+    """What makes the MHA model the one that it is."""
+    names = ("minutes", "vocab_size", "sequence", "batch", "rate")
+    return {"text": text.sha256, **{name: getattr(options, name) for name in names}}
+
+
+def asked_file(mha: Path) -> Path:
+    """What `asked_of` gave when the model was made."""
+    return mha.with_name("mha.json")
+
+
+def check_same_run(mha: Path, asked: dict[str, object]) -> None:
+    """Refuse a model that was made for another text, or with other options."""
+    if not asked_file(mha).is_file():
+        raise OptionError(f"{mha} is the model of a run that nothing is known of: give another --out")
+    was = read_json(asked_file(mha))
+    changed = [
+        f"{name} was {shown(was.get(name))} and is {shown(now)}" for name, now in asked.items() if was.get(name) != now
+    ]
+    if changed:
+        raise OptionError(
+            f"{mha} is the model of another run: {'; '.join(changed)}: give the same options, or another --out"
+        )
 
 
 def last_training(directory: Path) -> dict[str, Any] | None:

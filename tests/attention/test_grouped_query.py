@@ -245,6 +245,21 @@ def test_cross_attention_reads_an_encoder_that_was_projected_once() -> None:
     close(together, attention.o_proj(torch.einsum("bhij,bjhd->bihd", weights, v).flatten(2)))
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_an_encoder_may_have_another_width_than_the_decoder(bias: bool) -> None:
+    attention, x = module(6, 2, bias=bias, kv_dim=40), inputs(2, 3)
+    states = torch.randn(2, 7, 40, generator=torch.Generator().manual_seed(1))
+    y, memory = attention(x, attention.encode(states))
+    assert (memory.keys.shape, y.shape) == ((2, 2, 7, 8), (2, 3, 24))
+    q = attention.q_proj(x).view(2, 3, 6, 8)
+    k, v = (
+        torch.nn.functional.linear(states, side.weight, side.bias).view(2, 7, 2, 8).repeat_interleave(3, dim=2)
+        for side in (attention.k_proj, attention.v_proj)
+    )
+    weights = (torch.einsum("bihd,bjhd->bhij", q, k) * 8**-0.5).softmax(-1)
+    close(y, attention.o_proj(torch.einsum("bhij,bjhd->bihd", weights, v).flatten(2)))
+
+
 def test_padding_of_an_encoder_is_not_seen() -> None:
     attention, states, x = module(6, 2, bias=True), inputs(2, 7, seed=1), inputs(2, 3, seed=2)
     mask = torch.tensor([[True] * 4 + [False] * 3, [False] * 7])
@@ -332,6 +347,8 @@ def test_everything_stays_on_its_device(device: str) -> None:
         ((25, 6, 2), {}, r"^embed_dim 25 does not divide by 6 heads: give head_dim$"),
         ((24, 6, 2, 0), {}, r"^head_dim is 0"),
         ((24, 6, 2, 5), {"rope": ROPE}, r"^head_dim is 5: rope turns pairs of dims, so it must be even$"),
+        ((24, 6, 2), {"kv_dim": 0}, r"^kv_dim is 0: it must be at least 1$"),
+        ((24, 6, 2), {"kv_dim": 40, "rope": ROPE}, r"^cross-attention has no common positions to turn by"),
         ((24, 6, 2), {"dropout": 1.5}, r"^dropout is 1.5: it must be at least 0 and at most 1$"),
     ],
 )
@@ -361,7 +378,16 @@ OTHER_CACHE = ContiguousCache.empty(2, 3, 8)
         (lambda: _forward({}, X, mask=TRUE[:, :2]), r"^mask is \(2, 2\) torch.bool: .* \(2, 3\) or \(2, 3, 3\)$"),
         (lambda: _forward({"causal": False}, X, ContiguousCache.empty(2, 2, 8)), r"^without causality earlier tokens"),
         (lambda: module(6, 2, rope=ROPE).encode(X), r"^cross-attention has no common positions"),
-        (lambda: module(6, 2).encode(X, mask=torch.ones(2, 3, 3, dtype=torch.bool)), r"^mask is \(2, 3, 3\): an enc"),
+        (
+            lambda: module(6, 2).encode(X, mask=torch.ones(2, 3, 3, dtype=torch.bool)),
+            r"^mask is \(2, 3, 3\) .* \(2, 3\)$",
+        ),
+        (lambda: module(6, 2, kv_dim=40).encode(X), r"^states is \(2, 3, 24\): .* \[B, S, kv_dim\] with kv_dim = 40$"),
+        (
+            lambda: _forward({"kv_dim": 40}, X),
+            r"^keys and values are made of an encoder's output of width 40, not of x",
+        ),
+        (lambda: _forward({"kv_dim": 40}, X, ContiguousCache.empty(2, 2, 8)), r"^keys and values are made of an enc"),
         (lambda: _forward({}, X, module(6, 2).encode(X), positions=torch.arange(3)), r"^positions are for rope"),
     ],
 )

@@ -144,6 +144,15 @@ def test_dropout_is_off_while_generating_and_as_it_was_after() -> None:
     assert (model(token_ids)[0] - model(token_ids)[0]).abs().max() > 0.01
 
 
+def test_generating_leaves_each_module_in_its_own_mode() -> None:
+    model = decoder(dropout=0.5).train()
+    model.layers[1].eval()
+    before = {name: module.training for name, module in model.named_modules()}
+    model.generate(prompts(1, 4), 2)
+    assert {name: module.training for name, module in model.named_modules()} == before
+    assert set(before.values()) == {True, False}
+
+
 @pytest.mark.parametrize("num_kv_heads", [6, 2, 1])
 def test_it_learns_a_pattern_and_then_writes_it(num_kv_heads: int) -> None:
     torch.manual_seed(0)
@@ -175,6 +184,17 @@ def test_it_learns_a_pattern_and_then_writes_it(num_kv_heads: int) -> None:
 def test_what_cannot_be_made_is_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         Decoder(replace(CONFIG, **changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize(
+    "mask",
+    [torch.ones(1, 4, 4, dtype=torch.bool), torch.ones(1, 3, dtype=torch.bool), torch.ones(1, 4, dtype=torch.long)],
+    ids=["pairs", "short", "integers"],
+)
+def test_a_mask_that_does_not_fit_the_prompts_is_refused(mask: torch.Tensor, use_cache: bool) -> None:
+    with pytest.raises(OptionError, match=r"^mask is \(.*\) torch.\w+: it must be bool, \(1, 4\)$"):
+        decoder().generate(prompts(1, 4), 2, mask=mask, use_cache=use_cache)
 
 
 def test_what_cannot_be_generated_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -79,10 +80,28 @@ def test_without_a_cache_the_whole_text_is_computed_for_a_token(computed) -> Non
     uncached = rows[0].uncached
     assert uncached is not None
     assert (uncached.lengths[0], uncached.lengths[-1], len(uncached.lengths)) == (4, 73, 16)
-    assert [call for call in computed if call[2] == 0][-3 * 16 :] == [
-        (heads, length, 0) for length in uncached.lengths for heads in (4, 2, 1)
+    assert (uncached.repetitions, uncached.generated_lengths) == (3, 70)
+    assert [call for call in computed if call[2] == 0][-3 * 3 * 16 :] == [
+        (heads, length, 0) for length in uncached.lengths for _ in range(3) for heads in (4, 2, 1)
     ]
     assert measured()[0].uncached is None
+
+
+def test_a_length_without_a_cache_counts_as_its_median(monkeypatch: pytest.MonkeyPatch) -> None:
+    ms = iter([9.0, 1.0, 2.0, 4.0, 3.0, 80.0])
+    monkeypatch.setattr(heads_runs._Run, "uncached_step", lambda run, length: next(ms))
+    (row,) = measured(replace(SHAPE, kv_heads=(2,), new_tokens=2), no_cache=True)
+    assert row.uncached is not None
+    assert (row.uncached.lengths, row.uncached.ms_per_token) == ((4, 5), (2.0, 4.0))
+    assert row.uncached.total_seconds == (0, 0.003)
+
+
+@pytest.mark.parametrize(("new_tokens", "timed"), [(2, 2), (15, 15), (16, 16), (17, 16), (1024, 16)])
+def test_lengths_without_a_cache_are_few_and_spread_evenly(new_tokens: int, timed: int) -> None:
+    lengths = replace(SHAPE, new_tokens=new_tokens).uncached_lengths
+    assert (len(lengths), lengths[0], lengths[-1]) == (timed, 4, 3 + new_tokens)
+    gaps = {after - before for before, after in pairwise(lengths)}
+    assert max(gaps) - min(gaps) <= 1
 
 
 def test_process_memory_grows_by_the_cache() -> None:
@@ -113,7 +132,9 @@ def test_growth_tells_linear_from_quadratic() -> None:
     assert growth(lengths, [0.02 * n for n in lengths]) == pytest.approx(1)
     assert growth(lengths, [0.02 * n * n for n in lengths]) == pytest.approx(2)
     assert growth([32], [1.0]) is None
-    constant, rising = Uncached((0, 500, 1000), (2.0,) * 3), Uncached((0, 500, 1000), (0.0, 500.0, 1000.0))
+    constant, rising = (
+        Uncached((0, 500, 1000), ms, repetitions=3, generated_lengths=1001) for ms in ((2.0,) * 3, (0.0, 500.0, 1000.0))
+    )
     assert constant.total_seconds == pytest.approx((0, 1, 2))
     assert rising.total_seconds == pytest.approx((0, 125, 500))
     assert growth(rising.lengths[1:], rising.total_seconds[1:]) == pytest.approx(2)
@@ -148,6 +169,19 @@ def test_memory_on_cuda_is_the_caches() -> None:
 def test_what_cannot_be_measured_is_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         replace(SHAPE, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        ("meta", r"^the device meta cannot be used: the clock is right on cpu and cuda alone, give one of them$"),
+        ("tpu9", r"^the device tpu9 cannot be used: "),
+        ("cuda:99", r"^the device cuda:99 cannot be used: "),
+    ],
+)
+def test_a_device_that_the_clock_does_not_wait_for_is_refused(device: str, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        measure_heads(SHAPE, no_cache=False, device=device, progress=no_progress)
 
 
 def test_what_does_not_fit_in_memory_is_refused_before_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from itertools import cycle
 from pathlib import Path
 
 import pytest
+
+from kvist.bench.heads import UNCACHED_LENGTHS
 
 SMALL = ("--embed-dim", "32", "--num-heads", "4", "--kv-heads", "4,2,1", "--layers", "2", "--new-tokens", "40")
 
@@ -41,7 +44,10 @@ def test_json_holds_every_turn_and_what_the_table_says(kvist) -> None:
     assert one["measured_scalars"] == many["measured_scalars"] / 4 == 640
     assert one["speed_up"] == pytest.approx(one["tokens_per_s"] / many["tokens_per_s"])
     assert one["total_seconds"][-1] == pytest.approx(39 / one["tokens_per_s"])
+    assert printed["is_steady"] is True
     assert one["uncached"]["lengths"][-1] == 43
+    assert len(one["uncached"]["lengths"]) == 16
+    assert (one["uncached"]["repetitions"], one["uncached"]["generated_lengths"]) == (3, 40)
     assert one["uncached_total_seconds"][-1] > 0
     assert printed["machine"]["torch"]
 
@@ -50,7 +56,26 @@ def test_no_cache_stands_beside_it(kvist) -> None:
     outcome = kvist("bench", "heads", *SMALL, "--no-cache")
     assert outcome.code == 0
     assert "ms a token without a cache, at 4 " in outcome.out
-    assert "seconds with a cache" in outcome.out
+    (heading,) = (line for line in outcome.out.splitlines() if "seconds with a cache" in line)
+    assert "without, from 16 of 40 lengths" in heading
+    few = kvist("bench", "heads", *SMALL[:-1], "9", "--no-cache")
+    assert "without, from 9 of 9 lengths" in few.out
+
+
+def test_help_says_how_many_lengths_are_timed_without_a_cache(kvist) -> None:
+    assert UNCACHED_LENGTHS == 16
+    assert "at 16 lengths" in " ".join(kvist("bench", "heads", "--help").out.replace("│", " ").split())
+
+
+def test_a_bandwidth_that_moved_is_told(kvist, monkeypatch) -> None:
+    rates = cycle([2e10, 1e10])
+    monkeypatch.setattr("kvist.kernels.native.read_rates", lambda **_: (next(rates), 0.0))
+    outcome = kvist("bench", "heads", *SMALL)
+    assert outcome.out.splitlines()[-2:] == [
+        "read bandwidth meanwhile: 10.0 to 20.0 GB/s",
+        "? it moved by more than 10 %: compare rows at one length, timed in turn, rather than lengths",
+    ]
+    assert json.loads(kvist("bench", "heads", *SMALL, "--json", "-").out)["is_steady"] is False
 
 
 @pytest.mark.parametrize("no_cache", [(), ("--no-cache",)])
@@ -59,8 +84,8 @@ def test_one_picture_has_four_panels(kvist, no_cache, monkeypatch) -> None:
     outcome = kvist("bench", "heads", *SMALL, *no_cache, "--plot", "a.svg")
     assert (outcome.code, outcome.err) == (0, "")
     drawn = Path("a.svg").read_text(encoding="utf-8")
-    shown = ["Time per token", "Total time", "Tokens per second", "Memory", "4 KV heads (MHA)", "1 KV heads (MQA)"]
-    for text in (*shown, "linear", *(["quadratic", "without a cache"] if no_cache else [])):
+    shown = ["Time per token", "Total time", "Tokens per second", "Memory", "4 KV heads (MHA)", "1 KV head (MQA)"]
+    for text in (*shown, "linear", *(["quadratic", "without a cache, timed at the dots"] if no_cache else [])):
         assert f"<!-- {text} -->" in drawn
     assert ("quadratic" in drawn) == bool(no_cache)
 
@@ -74,6 +99,7 @@ def test_one_picture_has_four_panels(kvist, no_cache, monkeypatch) -> None:
         (["--layers", "0"], "layers is 0"),
         (["--embed-dim", "1000"], "embed_dim 1000 does not divide by 16 heads"),
         (["--device", "tpu9"], "the device tpu9 cannot be used"),
+        (["--device", "meta"], "the device meta cannot be used: the clock is right on cpu and cuda alone"),
         (["--plot", "a.gif"], "has no known ending"),
         (["--json", "/no/such/folder/a.json"], "there is no folder"),
         (["--threads", "0"], "threads is 0"),

@@ -78,7 +78,9 @@ def test_the_table_names_what_is_saved_and_what_it_costs(kvist, config_of):
         "x",
     ]
     assert [line.split()[:3] for line in table[4:6]] == [["2", "(1/4)", "32"], ["1", "(1/8)", "64"]]
-    assert "`kvist convert gqa --kv-heads 4` makes such a model" in outcome.out
+    advice = " ".join(outcome.out.split())
+    assert "`kvist convert gqa SRC DST --kv-heads 4` makes such a model" in advice
+    assert "`kvist convert report SRC DST --text FILE` measures it" in advice
 
 
 def test_the_format_that_was_asked_for_is_the_one_that_is_shown(kvist, config_of):

@@ -96,6 +96,8 @@ def test_the_tokenizer_and_what_else_belongs_to_a_model_come_along(checkpoint):
     (source / "chat_template.jinja").write_text("{{ messages[0].content }}")
     (source / "LICENSE").write_text("free")
     (source / "optimizer.pt").write_bytes(b"not wanted")
+    for other in ("pytorch_model.bin.index.json", "tf_model.h5.index.json", "adapter_config.json"):
+        (source / other).write_text("{}")
     (source / ".hidden").mkdir()
     destination = merged(source, 2)
     assert {path.name for path in destination.iterdir()} == {

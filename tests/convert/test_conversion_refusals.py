@@ -10,9 +10,10 @@ import pytest
 import torch
 from convert_fakes import change_state, same_bits, state_of
 
-from kvist.convert import converted_weights, expand, to_gqa
+from kvist.convert import converted_weights, destination, expand, to_gqa
 from kvist.convert.gqa_config import GqaConfig
-from kvist.errors import KvistError, NumericsError, OptionError, PromptError
+from kvist.convert.uptrain_checkpoint import FOLDER
+from kvist.errors import KvistError, ModelFileError, NumericsError, OptionError, PromptError
 
 FITTED = GqaConfig("fitted", window=32, windows=6)
 
@@ -99,11 +100,42 @@ def test_force_replaces_no_folder_that_holds_other_things(checkpoint, tmp_path):
     assert (home / "letters.txt").read_text() == "dear"
 
 
+@pytest.mark.parametrize("other", ["src/main.py", ".git/HEAD"])
+def test_force_replaces_no_project_that_has_a_configuration_or_a_model_in_it(checkpoint, tmp_path, other):
+    home = tmp_path / "made"
+    to_gqa(checkpoint(), home, 2)
+    (home / other).parent.mkdir()
+    (home / other).write_text("work")
+    folder = other.partition("/")[0]
+    with pytest.raises(OptionError, match=f"holds the folder {folder}, which is no part of a model, so it is not repl"):
+        to_gqa(tmp_path / "source", home, 1, force=True)
+    assert (home / other).read_text() == "work"
+
+
+def test_force_replaces_no_folder_with_a_configuration_alone(checkpoint, tmp_path):
+    home = tmp_path / "made"
+    home.mkdir()
+    (home / "config.json").write_text('{"editor": "vi"}')
+    with pytest.raises(OptionError, match="exists and holds no model, so it is not replaced"):
+        to_gqa(checkpoint(), home, 1, force=True)
+    assert (home / "config.json").read_text() == '{"editor": "vi"}'
+
+
+def test_force_replaces_no_model_in_which_a_training_waits(checkpoint, tmp_path):
+    made = tmp_path / "made"
+    to_gqa(checkpoint(), made, 2)
+    waiting = made / FOLDER / "step-00000120"
+    waiting.mkdir(parents=True)
+    with pytest.raises(OptionError, match=r"a training waits in it, .* remove .*/made/uptraining first, or take anoth"):
+        to_gqa(tmp_path / "source", made, 1, force=True)
+    assert waiting.is_dir()
+
+
 @pytest.mark.parametrize("place", ["", "inside", ".."])
-def test_the_source_is_never_in_the_way(checkpoint, tmp_path, place):
+def test_the_source_is_never_in_the_way(checkpoint, monkeypatch, place):
     source = checkpoint()
-    if place == "..":
-        (tmp_path / "config.json").write_text("{}")
+    if place == "..":  # as if it were a model
+        monkeypatch.setattr(destination, "_check_is_a_model", lambda path, target: None)
     before = state_of(source)
     with pytest.raises(OptionError, match="lie in one another"):
         to_gqa(source, source / place, 2, force=True)
@@ -184,12 +216,77 @@ def test_weights_that_are_no_numbers_are_refused_by_name(checkpoint, tmp_path, v
     assert left_over(tmp_path) == set()
 
 
+@pytest.mark.parametrize("method", ["aligned", "fitted"])
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        ("model.embed_tokens.weight", "in its embedding"),
+        ("model.layers.0.input_layernorm.weight", "in the attention of layer 0"),
+        ("model.layers.1.post_attention_layernorm.weight", "after layer 1"),
+    ],
+)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_other_weights_that_are_no_numbers_are_refused_where_they_tell(
+    checkpoint, tmp_path, text, method, name, where, value
+):
+    source = checkpoint()
+    weight = state_of(source)[name]
+    weight[..., 5] = value
+    change_state(source, {name: weight})
+    config = GqaConfig(method, window=32, windows=6)
+    with pytest.raises(NumericsError, match=f"source gives values that are not finite numbers on this text, {where}: "):
+        to_gqa(source, tmp_path / "made", 2, config=config, text=text)
+    assert left_over(tmp_path) == set()
+
+
+def test_fitted_weights_beyond_the_dtype_are_refused(checkpoint, tmp_path, text):
+    source = checkpoint(dtype=torch.float16)
+    name = "model.layers.1.self_attn.v_proj.weight"
+    change_state(source, {name: 6e4 * state_of(source)[name].sign()})
+    with pytest.raises(NumericsError, match=r"v_proj.weight has numbers that F16 does not hold, whose largest is 6.55"):
+        to_gqa(source, tmp_path / "made", 1, config=FITTED, text=text)
+    assert left_over(tmp_path) == set()
+
+
 def test_hidden_states_that_overflow_are_refused(checkpoint, tmp_path, text):
     source = checkpoint()
     name = "model.layers.1.mlp.up_proj.weight"
     change_state(source, {name: torch.full_like(state_of(source)[name], 3e38)})
     with pytest.raises(NumericsError, match="not finite numbers on this text, after layer 1"):
         to_gqa(source, tmp_path / "made", 2, config=FITTED, text=text)
+    assert left_over(tmp_path) == set()
+
+
+def refusing(call, refused):
+    """The same call, but for one file."""
+
+    def wrapped(path, *arguments, **options):
+        if path == refused:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return call(path, *arguments, **options)
+
+    return wrapped
+
+
+def test_a_file_of_the_source_that_cannot_be_read_is_named_and_not_the_destination(checkpoint, tmp_path, monkeypatch):
+    refused = checkpoint() / "generation_config.json"
+    monkeypatch.setattr(Path, "read_bytes", refusing(Path.read_bytes, refused))
+    with pytest.raises(ModelFileError, match=r"source/generation_config.json cannot be read: Permission denied"):
+        to_gqa(refused.parent, tmp_path / "made", 2)
+    assert left_over(tmp_path) == set()
+
+
+def test_weights_that_cannot_be_read_any_more_are_named_too(checkpoint, tmp_path, monkeypatch):
+    refused = checkpoint() / "model.safetensors"
+    copy_others = converted_weights.ConvertedWeights.copy_others
+
+    def failing(self, progress):
+        monkeypatch.setattr(Path, "open", refusing(Path.open, refused))
+        copy_others(self, progress)
+
+    monkeypatch.setattr(converted_weights.ConvertedWeights, "copy_others", failing)
+    with pytest.raises(ModelFileError, match=r"source/model.safetensors cannot be read: Permission denied"):
+        to_gqa(refused.parent, tmp_path / "made", 2)
     assert left_over(tmp_path) == set()
 
 

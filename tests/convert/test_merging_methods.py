@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from convert_fakes import FAMILIES, NORMED, TOKENS, change_state, logits_of_transformers, state_of
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from kvist.convert import to_gqa
+from kvist.convert import calibration, fitting, to_gqa
 from kvist.convert.aligning import similar_groups
 from kvist.convert.attention_weights import AttentionWeights
 from kvist.convert.calibration import layers_on_text
+from kvist.convert.fitting import chosen_ridge, missed_share
 from kvist.convert.gqa_config import GqaConfig
 from kvist.convert.merging import mean_heads
+from kvist.convert.plain_attention import attention
 from kvist.convert.source import Source
+from kvist.evaluate.text_windows import EvaluationText, text_windows
 from kvist.loading.progress import no_progress
+from kvist.loading.tokenizer import Tokenizer
 
 NUM_LAYERS, HEAD_DIM = 3, 8
 
@@ -112,6 +118,29 @@ def test_layers_on_a_text_give_what_transformers_gives(checkpoint, family):
     assert all(parameter.is_meta for parameter in opened.decoder.layers.parameters()), "a layer was left in memory"
 
 
+def test_hidden_states_lie_in_memory_three_times(checkpoint, text, monkeypatch):
+    source, (num_windows, length, width) = checkpoint(), (32, 24, 64)
+    hidden_bytes = num_windows * length * width * 4
+    peak = 0
+
+    def held(*arguments):
+        """Bytes of all tensors of so many positions, whoever holds them."""
+        nonlocal peak
+        storages = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for tensor in gc.get_objects()
+            if type(tensor) is torch.Tensor and tensor.shape[-2:] == (length, width) and not tensor.is_meta
+        }
+        peak = max(peak, sum(storages.values()))
+        return attention(*arguments)
+
+    for module in (calibration, fitting):
+        monkeypatch.setattr(module, "attention", held)
+    config = GqaConfig("fitted", window=length, windows=num_windows)
+    to_gqa(source, source.with_name("made"), 1, config=config, text=text)
+    assert 2.9 < peak / hidden_bytes < 3.2
+
+
 # --- aligned ----------------------------------------------------------------------------------------------------------
 
 
@@ -184,6 +213,60 @@ def test_a_layer_of_zeros_is_fitted_to_zeros(checkpoint, text):
         destination, _ = convert(source, 1, method, text)
         assert all(torch.isfinite(tensor).all() for tensor in state_of(destination).values())
         assert not state_of(destination)[names[3]].any() or not state_of(destination)[names[2]].any()
+
+
+@pytest.mark.parametrize(("noise", "ridge"), [(0.01, 0.03), (1.3, 0.3), (3.0, 1.0)])
+def test_the_ridge_is_the_one_that_serves_parts_of_the_text_that_were_kept_apart(noise, ridge):
+    """Against least squares over rows, with the ridge as rows of its own."""
+    generator = torch.Generator().manual_seed(0)
+    rows, start, change, errors = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64)
+        for shape in ((4, 20, 12), (12, 5), (12, 5), (4, 20, 5))
+    )
+    targets = rows @ (start + 0.3 * change) + noise * errors
+    missed = {}
+    for one in (0.03, 0.1, 0.3, 1.0):
+        total = 0.0
+        for apart in range(4):
+            others = [part for part in range(4) if part != apart]
+            x, y = rows[others].flatten(0, 1), targets[others].flatten(0, 1)
+            strength = one * x.square().sum(0).mean()
+            drawn = strength.sqrt() * torch.eye(12, dtype=torch.float64)
+            output = torch.linalg.lstsq(torch.cat((x, drawn)), torch.cat((y, drawn @ start))).solution
+            total += float((rows[apart] @ output - targets[apart]).square().sum())
+        missed[one] = total
+    assert min(missed, key=missed.__getitem__) == ridge
+    assert chosen_ridge(rows.mT @ rows, rows.mT @ targets, start) == ridge
+
+
+@pytest.mark.parametrize("windows", [1, 3])
+def test_fewer_windows_than_parts_are_cut(checkpoint, text, windows):
+    destination = checkpoint().with_name("fitted")
+    config = GqaConfig("fitted", window=64, windows=windows)
+    done = to_gqa(checkpoint(), destination, 1, config=config, text=text)
+    assert all(0 < layer.missed < 0.9 for layer in done.layers)
+
+
+@pytest.mark.parametrize("family", ["llama", "llama_mqa_biased"])
+def test_heads_of_more_dims_than_the_model_are_fitted(checkpoint, text, family):
+    source = checkpoint(family, hidden_size=32, head_dim=64)
+    fitted, aligned = (convert(source, 2, method, text) for method in ("fitted", "aligned"))
+    for one, other in zip(fitted[1].layers, aligned[1].layers, strict=True):
+        assert one.missed < other.missed
+    assert logits_of_transformers(fitted[0]).isfinite().all()
+
+
+@pytest.mark.parametrize("method", ["aligned", "fitted"])
+def test_what_is_missed_is_that_of_the_weights_as_they_are_stored(checkpoint, text, method):
+    source = checkpoint("qwen2", dtype=torch.bfloat16)
+    destination, done = convert(source, 1, method, text)
+    opened, made = (Source.open(path, None, no_progress) for path in (source, destination))
+    read = EvaluationText.read(text).text
+    windows = text_windows(Tokenizer.from_directory(source), opened.config, read, GqaConfig(method, 64, 8))
+    for layer in layers_on_text(opened, windows):
+        stored = made.attention_weights(layer.index).map(torch.Tensor.float)
+        missed = missed_share(stored, layer.rules, layer.inputs, layer.outputs)
+        assert done.layers[layer.index].missed == pytest.approx(missed, rel=1e-6)
 
 
 # --- means ------------------------------------------------------------------------------------------------------------

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from tiny_files import hf_state, write_tiny_directory
-from uptrain_tiny import write_student, write_teacher, write_text
+from uptrain_tiny import TEXT, write_student, write_teacher, write_text
 
 from kvist.cli.app import command_line
 from kvist.convert.report import conversion_report
 from kvist.convert.report_config import ReportConfig
 from kvist.convert.report_markdown import markdown
+from kvist.convert.report_plot import draw_losses, draw_speeds
 from kvist.convert.uptrain import Uptraining
 from kvist.convert.uptrain_config import UptrainConfig
-from kvist.errors import OptionError
+from kvist.errors import OptionError, PromptError
 from kvist.evaluate.text_windows import EvaluationText
 from kvist.loading import load
 
@@ -89,6 +91,8 @@ def test_a_training_is_told_and_never_taken_for_the_papers(pair: tuple[Path, Pat
     report = conversion_report(str(pair[0]), pair[1], text, config)
     assert report.curve is not None
     assert len(report.curve.rows) == 5
+    assert report.record.training is not None
+    assert report.record.training.losses.keys() == {"before", "after", "bigram model", "teacher"}
     written = markdown(report, {"curve": "curve.png"})
     assert "4 steps, 128 tokens from twig.txt" in written
     assert "The training saw 128 tokens" in written
@@ -103,6 +107,121 @@ def test_an_untrained_model_is_called_so(pair: tuple[Path, Path, Path]) -> None:
     written = markdown(conversion_report(str(pair[0]), pair[1], EvaluationText.read(pair[2]), config), {})
     assert "was not trained after its heads were merged" in written
     assert "## Uptraining" not in written
+
+
+def test_models_of_one_name_keep_a_bar_and_a_line_each(pair: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    old, new = write_teacher(tmp_path / "old" / "twig"), write_student(tmp_path / "new" / "twig")
+    config = ReportConfig(window=32, windows=2, contexts=(8,), new_tokens=1, repetitions=1)
+    report = conversion_report(str(old), new, EvaluationText.read(pair[2]), config)
+    assert report.names == ("source: twig", "converted: twig", "uniform guessing")
+    draw_losses(tmp_path / "losses.svg", "svg", report)
+    drawn = (tmp_path / "losses.svg").read_text()
+    assert all(f"<!-- {name} -->" in drawn for name in report.names)
+    assert drawn.count("<!-- source: twig -->") == 1
+    for prediction in report.predictions:
+        assert f"<!-- {prediction.loss:.2f} -->" in drawn
+    draw_speeds(tmp_path / "speeds.svg", "svg", report)
+    drawn = (tmp_path / "speeds.svg").read_text()
+    assert "<!-- source: twig, 2 KV heads -->" in drawn
+    assert "<!-- converted: twig, 1 KV head -->" in drawn
+    written = markdown(report, {})
+    assert written.startswith("# twig with 1 KV head in place of 2\n")
+    assert "| source: twig |" in written
+    assert "| converted: twig |" in written
+
+
+def test_the_curve_is_drawn_beside_what_it_is_measured_by(
+    report_line: list[str], pair: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = EvaluationText.read(pair[2])
+    config = UptrainConfig(steps=2, sequence=16, batch=2, compute="fp32")
+    references = Uptraining(pair[1], str(pair[0]), [text], config).run().references
+    drawn: list[dict[str, float]] = []
+    monkeypatch.setattr("kvist.convert.report_plot.draw_curve", lambda path, **fields: drawn.append(fields))
+    out = pair[2].with_name("report.md")
+    assert command_line([*report_line, "--out", str(out)]) == 0
+    assert drawn[0]["references"] == pytest.approx(references)
+
+
+def test_json_alone_is_printed(
+    report_line: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert command_line([*report_line, "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["num_heads"] == 4
+    assert not Path("-").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "more", "named"),
+    [
+        ("--text", ["--json", "twig.txt"], "--text and --json"),
+        ("--text twig.md", ["--out", "twig.md"], "--text and --out"),
+        ("--bigram", ["--json", "twig.txt"], "--bigram and --json"),
+        ("--text", ["--out", "a.md", "--json", "a.md"], "--out and --json"),
+        ("--text", ["--out", "a.md", "--json", "a_curve.png"], "--json and the curve of --out"),
+        ("--text a_losses.png", ["--out", "a.md"], "--text and the losses of --out"),
+        ("SRC", ["--json", "many.gguf"], "SRC and --json"),
+    ],
+)
+def test_a_file_that_is_read_is_never_written(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    given: str,
+    more: list[str],
+    named: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = write_text(Path("many.gguf"))
+    name = given.removeprefix("--text ") if given.startswith("--text ") else "twig.txt"
+    text, other = write_text(tmp_path / name), write_text(Path("other.txt"))
+    read = ["--text", str(other), "--bigram", str(text)] if given == "--bigram" else ["--text", str(text)]
+    files = set(tmp_path.iterdir())
+    assert command_line(["convert", "report", str(source), "few", *read, *more]) == 2
+    printed = capsys.readouterr()
+    assert f"error: {named} name the same file" in printed.err
+    assert printed.err.count("\n") == 1
+    assert set(tmp_path.iterdir()) == files
+    assert {path.read_text() for path in files} == {TEXT}
+
+
+def test_both_texts_may_be_one(report_line: list[str], pair: tuple[Path, Path, Path]) -> None:
+    assert command_line([*report_line, "--bigram", str(pair[2])]) == 0
+
+
+@pytest.mark.parametrize(
+    ("bigram", "message"),
+    [
+        ("a", "the text one.txt has 1 token, too few for a bigram model: give a longer one"),
+        ("twig <|outside|>", "the text one.txt: the text holds '<|outside|>', a token that this model does not have"),
+    ],
+)
+def test_a_text_that_no_bigram_model_is_made_of_is_refused_at_the_start(
+    pair: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch, bigram: str, message: str
+) -> None:
+    for directory in pair[:2]:
+        add_token(directory, "<|outside|>")
+    text = EvaluationText.read(pair[2])
+    monkeypatch.setattr("kvist.convert.report.evaluate", lambda *_: pytest.fail("the text was predicted first"))
+    with pytest.raises(PromptError, match=re.escape(message)):
+        conversion_report(
+            str(pair[0]),
+            pair[1],
+            text,
+            ReportConfig(window=32, windows=2, contexts=(8,), new_tokens=1, repetitions=1),
+            bigram_text=EvaluationText("one.txt", "", bigram),
+        )
+
+
+def add_token(directory: Path, token: str) -> None:
+    """One that the model has no vector for."""
+    path = directory / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    added = {"id": 300, "content": token, "special": True, "single_word": False, "lstrip": False, "rstrip": False}
+    tokenizer["model"]["vocab"][token] = 300
+    tokenizer["added_tokens"].append(added | {"normalized": False})
+    path.write_text(json.dumps(tokenizer))
 
 
 def test_models_that_do_not_belong_together_are_refused(pair: tuple[Path, Path, Path], tmp_path: Path) -> None:

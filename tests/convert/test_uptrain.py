@@ -1,35 +1,39 @@
-"""Training from the first step to the last: that it learns, goes on to the bit, and ends well whatever comes."""
+"""Training from the first step to the last: that it learns, and what is written at the end."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from tiny_files import hf_config, hf_state, write_tiny_directory
-from uptrain_tiny import TEXT, write_student, write_teacher
+from convert_fakes import FAMILIES, logits_of_kvist, logits_of_transformers, state_of, write_checkpoint
+from safetensors.torch import load_file, save_file
+from uptrain_tiny import (
+    TRAINED_ON,
+    files,
+    same_weights,
+    stopped,
+    student_state,
+    train_config,
+    training,
+    weights,
+    write_student,
+    write_teacher,
+)
 
-import kvist.convert.uptrain as uptrain_module
-from kvist.convert import uptrain_checkpoint, uptrain_finish
+from kvist.convert import uptrain_checkpoint
+from kvist.convert.conversion import to_gqa
+from kvist.convert.converted_weights import ConvertedWeights
+from kvist.convert.gqa_config import GqaConfig
 from kvist.convert.uptrain import Uptraining
-from kvist.convert.uptrain_config import UptrainConfig
-from kvist.convert.uptrain_curve import CurveRow
-from kvist.convert.uptrain_losses import StepLosses
-from kvist.errors import KvistError, NumericsError, OptionError, PromptError
+from kvist.convert.uptrain_folder import ModelFolder
+from kvist.convert.uptrain_losses import text_loss
+from kvist.convert.uptrain_models import load_model
+from kvist.errors import OptionError
 from kvist.evaluate.text_windows import EvaluationText
 from kvist.loading import load
-
-SETTINGS: dict[str, Any] = {"sequence": 16, "batch": 2, "learning_rate": 2e-3, "compute": "fp32"}
-STUDENT = EvaluationText.of(TEXT.encode(), "twig.txt")
-
-
-def config(steps: int = 6, **changes: Any) -> UptrainConfig:
-    return UptrainConfig(**{"steps": steps, **SETTINGS, **changes})
 
 
 @pytest.fixture
@@ -42,33 +46,18 @@ def student(tmp_path: Path) -> Path:
     return write_student(tmp_path / "student")
 
 
-def training(student: Path, teacher: Path, settings: UptrainConfig | None = None, **options: Any) -> Uptraining:
-    return Uptraining(student, str(teacher), [STUDENT], settings or config(), **options)
-
-
-def stopping_at(step: int, error: type[BaseException] = KeyboardInterrupt) -> Callable[[CurveRow], None]:
-    def told(row: CurveRow) -> None:
-        if row.step == step:
-            raise error
-
-    return told
-
-
-def weights(directory: Path) -> dict[str, torch.Tensor]:
-    return load_file(directory / "model.safetensors")
-
-
-def files(directory: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+# --- it learns --------------------------------------------------------------------------------------------------------
 
 
 def test_a_student_learns(student: Path, teacher: Path) -> None:
     before = weights(student)
-    result = training(student, teacher, config(60, batch=4, learning_rate=5e-3)).run()
+    result = training(student, teacher, train_config(60, batch=4, learning_rate=5e-3)).run()
     first, last = result.curve.rows[1], result.curve.rows[-1]
+    assert first.logits is not None
+    assert last.logits is not None
+    assert last.attention is not None
     assert last.logits < 0.5 * first.logits
     assert last.loss == pytest.approx(last.logits + last.attention)
-    assert result.loss_after != result.loss_before
     assert result.tokens == 60 * 4 * 16
     after = weights(student)
     assert {name: (t.shape, t.dtype) for name, t in after.items()} == {
@@ -77,165 +66,136 @@ def test_a_student_learns(student: Path, teacher: Path) -> None:
     assert all(not torch.equal(after[name], before[name]) for name in after)
 
 
+def test_the_losses_are_those_of_the_weights_in_the_folder(student: Path, teacher: Path) -> None:
+    def loss(directory: Path) -> float:
+        model = load_model(ModelFolder.student(directory), torch.float32, nullcontext)
+        return text_loss(model, begun._ready.judged, 2)
+
+    begun = training(student, teacher)
+    before, of_teacher = loss(student), loss(teacher)
+    result = begun.run()
+    assert result.loss_before == pytest.approx(before, rel=1e-6)
+    assert result.loss_after == pytest.approx(loss(student), rel=1e-6)
+    assert result.references["teacher"] == pytest.approx(of_teacher, rel=1e-6)
+
+
 def test_attention_outputs_come_nearer_to_the_teachers(student: Path, teacher: Path) -> None:
-    settings = config(60, batch=4, learning_rate=5e-3, logit_weight=0.0, train="attention")
-    rows = training(student, teacher, settings).run().curve.rows
-    assert rows[-1].attention < 0.9 * rows[1].attention
+    config = train_config(60, batch=4, learning_rate=5e-3, logit_weight=0.0, train="attention")
+    rows = training(student, teacher, config).run().curve.rows
+    first, last = rows[1].attention, rows[-1].attention
+    assert first is not None
+    assert last is not None
+    assert last < 0.9 * first
 
 
 def test_without_a_teacher_the_text_is_learned(student: Path) -> None:
-    settings = config(60, batch=4, learning_rate=5e-3, logit_weight=0.0, attention_weight=0.0, text_weight=1.0)
-    result = Uptraining(student, None, [STUDENT], settings).run()
+    config = train_config(60, batch=4, learning_rate=5e-3, logit_weight=0.0, attention_weight=0.0, text_weight=1.0)
+    result = Uptraining(student, None, [TRAINED_ON], config).run()
     assert result.loss_after < 0.3 * result.loss_before
     assert result.references.keys() == {"bigram model"}
 
 
-def test_what_was_trained_loads_in_kvist_and_says_how(student: Path, teacher: Path) -> None:
-    (student / "conversion.json").write_text('{"method": "mean"}')
-    result = training(student, teacher).run()
-    assert load(student).config.num_kv_heads == 1
-    record = json.loads((student / "conversion.json").read_text())
-    assert record["method"] == "mean"
-    (entry,) = record["uptraining"]
-    assert (entry["steps"], entry["teacher"], entry["texts"][0]["sha256"]) == (6, "teacher", STUDENT.sha256)
-    assert entry["loss_after"] == result.loss_after
-    assert entry["settings"]["compute"] == "fp32"
-    lines = [json.loads(line) for line in (student / "uptraining.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == list(range(7))
-    assert not (student / "uptraining").exists()
-
-
 def test_attention_alone_is_trained_where_that_is_asked(student: Path, teacher: Path) -> None:
     before = weights(student)
-    training(student, teacher, config(train="attention")).run()
+    training(student, teacher, train_config(train="attention")).run()
     changed = {name for name, tensor in weights(student).items() if not torch.equal(tensor, before[name])}
     assert changed == {name for name in before if ".self_attn." in name}
 
 
-@pytest.mark.parametrize("changes", [{}, {"train": "attention", "every": 3, "compute": "bf16"}])
-def test_a_training_that_was_interrupted_goes_on_to_the_same_bits(
-    tmp_path: Path, teacher: Path, changes: dict[str, Any]
-) -> None:
-    whole, broken = write_student(tmp_path / "whole"), write_student(tmp_path / "broken")
-    training(whole, teacher, config(9, **changes)).run()
-    before = weights(broken)
-    for step in (2, 3, 7):
-        begun = training(broken, teacher, config(9, **changes), resume=step > 2)
-        with pytest.raises(KeyboardInterrupt):
-            begun.run(stopping_at(step))
-        assert begun.saved_step == step
-        assert all(torch.equal(tensor, before[name]) for name, tensor in weights(broken).items())
-    result = training(broken, teacher, config(9, **changes), resume=True).run()
-    expected = weights(whole)
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(broken).items())
-    assert [row.step for row in result.curve.rows] == list(range(10))
+def test_a_held_out_text_is_judged_and_never_trained_on(student: Path, teacher: Path) -> None:
+    apart = EvaluationText.of(("Q" * 40).encode(), "apart.txt")
+    begun = training(student, teacher, held_out=apart)
+    assert begun._ready.judged.unique().tolist() == [ord("Q")]
+    batches = torch.cat([begun._ready.text.batch(step, 4) for step in range(40)])
+    assert ord("Q") not in batches
+    assert begun.run().references.keys() == {"teacher", "bigram model"}
 
 
-def test_an_interrupt_within_a_step_saves_the_step_before(
-    tmp_path: Path, teacher: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole, broken = write_student(tmp_path / "whole"), write_student(tmp_path / "broken")
-    training(whole, teacher).run()
-    begun = training(broken, teacher)
-    plain = uptrain_module.backward
-
-    def interrupted(*arguments: Any) -> StepLosses:
-        losses = plain(*arguments)
-        if begun.step == 3:
-            torch.rand(5)  # what a step draws before it is interrupted is drawn again
-            raise KeyboardInterrupt
-        return losses
-
-    monkeypatch.setattr(uptrain_module, "backward", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        begun.run()
-    monkeypatch.undo()
-    assert begun.saved_step == 3
-    training(broken, teacher, resume=True).run()
-    expected = weights(whole)
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(broken).items())
-
-
-def test_a_signal_within_an_update_leaves_the_checkpoint_before(
-    student: Path, teacher: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun = training(student, teacher, config(save_minutes=0))
-    plain = begun._update
-
-    def ended(rate: float) -> None:
-        plain(rate)
-        if begun.step == 4:
-            raise SystemExit(143)
-
-    monkeypatch.setattr(begun, "_update", ended)
-    with pytest.raises(SystemExit):
-        begun.run()
-    assert begun.saved_step == 4
-    assert uptrain_checkpoint.latest(student).step == 4
-
-
-def test_a_loss_that_is_no_number_stops_and_keeps_the_last_checkpoint(
-    student: Path, teacher: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_minutes_become_steps(student: Path, teacher: Path) -> None:
     before = weights(student)
-    begun = training(student, teacher, config(save_minutes=0))
-    plain = uptrain_module.backward
-
-    def broken(*arguments: Any) -> StepLosses:
-        losses = plain(*arguments)
-        return StepLosses(float("nan"), None, None, None) if begun.step == 3 else losses
-
-    monkeypatch.setattr(uptrain_module, "backward", broken)
-    with pytest.raises(NumericsError, match=r"step 4 is not a finite number: .* step 3 is kept.*--resume.*0\.0007"):
-        begun.run()
-    monkeypatch.undo()
-    assert uptrain_checkpoint.latest(student).step == 3
-    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(student).items())
-    training(student, teacher, config(learning_rate=7e-4), resume=True).run()
+    begun = training(student, teacher, train_config(None, minutes=0.2))
+    assert begun.num_steps > 1
+    state = begun._ready.student.model.state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in before.items())
+    assert not begun._ready.optimizer.state
+    with pytest.raises(OptionError, match="needs more: give --minutes"):
+        training(student, teacher, train_config(None, minutes=1e-6))
 
 
-def test_a_rate_without_bounds_ends_in_a_message(student: Path, teacher: Path) -> None:
-    before = files(student)
-    with pytest.raises(NumericsError, match=f"{student} is as it was"):
-        training(student, teacher, config(learning_rate=1e36)).run()
-    assert files(student) == before
+# --- what is written --------------------------------------------------------------------------------------------------
 
 
-def test_old_checkpoints_go_away(student: Path, teacher: Path) -> None:
-    begun = training(student, teacher, config(save_minutes=0))
-    with pytest.raises(KeyboardInterrupt):
-        begun.run(stopping_at(5))
-    assert [path.name for path in (student / "uptraining").iterdir()] == ["step-00000005"]
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_and_kvist_give_the_same_logits_of_what_was_trained(tmp_path: Path, family: str) -> None:
+    teacher = write_checkpoint(tmp_path / "source", family)
+    kept = load(teacher).config.num_kv_heads // 2 or 1
+    student = tmp_path / "few"
+    if kept == load(teacher).config.num_kv_heads:
+        student = write_checkpoint(student, family)
+    else:
+        to_gqa(teacher, student, kept, config=GqaConfig("mean"))
+    before = logits_of_kvist(student)
+    training(student, teacher, train_config(4)).run()
+    after = logits_of_kvist(student)
+    assert (after - before).abs().max() > 1e-2
+    torch.testing.assert_close(after, logits_of_transformers(student), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("module", [uptrain_checkpoint, uptrain_finish], ids=["checkpoint", "weights"])
-def test_a_full_disk_leaves_what_was_there(
-    student: Path, teacher: Path, monkeypatch: pytest.MonkeyPatch, module: ModuleType
-) -> None:
-    before = weights(student)
+@pytest.mark.parametrize("tied", [True, False])
+def test_other_modalities_are_carried_and_the_text_model_is_trained(tmp_path: Path, tied: bool) -> None:
+    """As multimodal checkpoints are: the text model is named otherwise, and others lie beside it."""
+    vision = {"vision_tower.positions": torch.arange(9), "multi_modal_projector.w": torch.rand(3, 5)}
+    for folder in ("teacher", "student"):
+        directory = write_checkpoint(tmp_path / folder, "gemma3")
+        state = {f"language_model.{name}": tensor for name, tensor in state_of(directory).items()}
+        if not tied:
+            state["language_model.lm_head.weight"] = state["language_model.model.embed_tokens.weight"].clone()
+        save_file({**state, **vision}, directory / "model.safetensors", {"format": "pt"})
+        raw = json.loads((directory / "config.json").read_text())
+        outer = {"model_type": "gemma3", "text_config": raw, "tie_word_embeddings": tied}
+        (directory / "config.json").write_text(json.dumps(outer))
+    before = weights(tmp_path / "student")
+    training(tmp_path / "student", tmp_path / "teacher", train_config(text_weight=1.0)).run()
+    after = weights(tmp_path / "student")
+    assert {name: tensor.dtype for name, tensor in after.items()} == {name: t.dtype for name, t in before.items()}
+    changed = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
+    assert changed == before.keys() - vision.keys()
+    if not tied:
+        output, embedding = (after[f"language_model.{name}.weight"] for name in ("lm_head", "model.embed_tokens"))
+        assert not torch.equal(output, embedding)
+    assert load(tmp_path / "student").config.num_kv_heads == 4
 
-    def full(path: Path, *arguments: Any) -> None:
-        path.write_bytes(b"half of it")
-        raise OSError(28, "No space left on device")
 
-    begun = training(student, teacher)
-    monkeypatch.setattr(module, "write_safetensors", full)
-    with pytest.raises(OptionError, match=r"No space left on device; free some space.*--resume"):
-        begun.run()
-    monkeypatch.undo()
-    assert all(torch.equal(tensor, before[key]) for key, tensor in weights(student).items())
-    assert not [path for path in student.rglob("*") if "partial" in path.name]
-    if module is uptrain_finish:
-        assert training(student, teacher, resume=True).run().steps == 6
-        assert any(not torch.equal(tensor, before[key]) for key, tensor in weights(student).items())
+def test_names_that_kvist_loads_are_trained_and_kept(tmp_path: Path, teacher: Path) -> None:
+    """Without the prefix, with the output matrix repeated, and with a table that nobody reads."""
+    state = {name.removeprefix("model."): tensor for name, tensor in student_state().items()}
+    state["lm_head.weight"] = state["embed_tokens.weight"].clone()
+    table = {"layers.0.self_attn.rotary_emb.inv_freq": torch.rand(16)}
+    student = write_student(tmp_path / "student", {**state, **table})
+    training(student, teacher).run()
+    after = weights(student)
+    assert after.keys() == {**state, **table}.keys()
+    assert torch.equal(after["layers.0.self_attn.rotary_emb.inv_freq"], *table.values())
+    assert all(not torch.equal(after[name], state[name]) for name in state)
+    assert torch.equal(after["lm_head.weight"], after["embed_tokens.weight"])
+    assert load(student).config.num_kv_heads == 1
 
 
-def test_a_disk_that_is_too_small_is_refused_before_the_first_step(
-    student: Path, teacher: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000})())
-    with pytest.raises(OptionError, match="are free on its disk: free some"):
-        training(student, teacher)
+def test_what_was_trained_says_how(student: Path, teacher: Path) -> None:
+    (student / "conversion.json").write_text('{"method": "mean", "uptraining": [{"steps": 1}]}')
+    result = training(student, teacher).run()
+    record = json.loads((student / "conversion.json").read_text())
+    assert record["method"] == "mean"
+    earlier, entry = record["uptraining"]
+    assert earlier == {"steps": 1}
+    assert (entry["steps"], entry["minutes"], entry["teacher"]) == (6, None, "teacher")
+    assert entry["texts"] == [{"name": "twig.txt", "sha256": TRAINED_ON.sha256}]
+    assert entry["held_out"] == "the last part of the texts"
+    assert entry["loss_after"] == result.loss_after
+    assert (entry["settings"]["compute"], entry["settings"]["learning_rate"]) == ("fp32", 2e-3)
+    lines = [json.loads(line) for line in (student / "uptraining.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(7))
+    assert not (student / "uptraining").exists()
 
 
 def test_shards_are_replaced_together_and_keep_their_dtype(tmp_path: Path, teacher: Path) -> None:
@@ -252,82 +212,60 @@ def test_shards_are_replaced_together_and_keep_their_dtype(tmp_path: Path, teach
     assert load(student).config.num_kv_heads == 1
 
 
-def test_minutes_become_steps(student: Path, teacher: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = weights(student)
-    begun = training(student, teacher, config(None, minutes=0.2))  # type: ignore[arg-type]
-    assert begun.num_steps > 1
-    assert all(
-        torch.equal(value, before[name]) for name, value in begun._student.model.state_dict().items() if name in before
-    )
-    assert not begun._optimizer.state
-    with pytest.raises(OptionError, match="needs more: give --minutes"):
-        training(student, teacher, config(None, minutes=1e-6))  # type: ignore[arg-type]
+# --- a disk that fills ------------------------------------------------------------------------------------------------
 
 
-def refusal(student: Path, teacher: Path, settings: UptrainConfig | None = None, **options: Any) -> str:
-    before = files(student) if student.is_dir() else {}
-    with pytest.raises(KvistError) as refused:
-        training(student, teacher, settings, **options)
-    assert (files(student) if student.is_dir() else {}) == before
-    assert "\n" not in str(refused.value)
-    return f"{type(refused.value).__name__}: {refused.value}"
+def full(*arguments: object) -> None:
+    raise OSError(28, "No space left on device")
 
 
-def test_bad_inputs_are_refused_before_anything_is_changed(tmp_path: Path, student: Path, teacher: Path) -> None:
-    short = EvaluationText.of(b"Only a few words.", "short.txt")
-    with pytest.raises(
-        PromptError, match=r"17 tokens, too few for sequences of 16 .*: take --sequence 8 or less, or give"
-    ):
-        Uptraining(student, str(teacher), [short], config())
-    with pytest.raises(PromptError, match="the held-out text has 17 tokens"):
-        training(student, teacher, config(sequence=64), held_out=short)
-    assert refusal(student, teacher, config(sequence=513)).startswith("ContextFullError")
-    assert "kvist convert gqa" in refusal(tmp_path / "nowhere", teacher)
-    assert "is student itself" in refusal(student, student).replace(str(student), "student")
-    assert "leave --resume out" in refusal(student, teacher, resume=True)
-    assert "no model is called" in refusal(student, Path("nothing-here"))
-
-
-def test_a_teacher_of_another_vocabulary_is_refused(student: Path, teacher: Path) -> None:
-    tokenizer = teacher / "tokenizer.json"
-    tokenizer.write_text(tokenizer.read_text().replace('"a b"', '"e e"').replace('"ab"', '"ee"'))
-    assert "another vocabulary" in refusal(student, teacher)
-
-
-def test_a_teacher_of_another_shape_is_refused(tmp_path: Path, student: Path) -> None:
-    state = {name: tensor for name, tensor in hf_state("llama").items() if ".layers.2." not in name}
-    shallow = write_tiny_directory(tmp_path / "shallow", state, config=hf_config(num_hidden_layers=2))
-    assert "has 2 layers of 64" in refusal(student, shallow)
-
-
-def test_a_training_that_waits_is_neither_begun_anew_nor_changed_unasked(student: Path, teacher: Path) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        training(student, teacher).run(stopping_at(2))
-    assert "after step 2 of 6: go on with --resume, or drop it with --restart" in refusal(student, teacher)
-    assert "batch was 2 and is 3" in refusal(student, teacher, config(batch=3), resume=True)
-    assert "steps was 6 and is 8" in refusal(student, teacher, config(8), resume=True)
-    other = EvaluationText.of((TEXT + "More.").encode(), "twig.txt")
-    with pytest.raises(OptionError, match="the texts are others"):
-        Uptraining(student, str(teacher), [other], config(), resume=True)
-    assert training(student, teacher, restart=True).run().steps == 6
+def test_a_disk_that_fills_with_a_checkpoint_leaves_what_was_there(
+    student: Path, teacher: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = files(student)
+    begun = training(student, teacher)
+    monkeypatch.setattr(uptrain_checkpoint, "write_safetensors", full)
+    with pytest.raises(OptionError, match=r"No space left on device; free some space.*--resume"):
+        begun.run()
+    assert files(student) == before
     assert not (student / "uptraining").exists()
 
 
-def test_a_damaged_checkpoint_is_refused(student: Path, teacher: Path) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        training(student, teacher).run(stopping_at(2))
-    saved = student / "uptraining" / "step-00000002"
-    tensors = saved / "training.safetensors"
-    tensors.write_bytes(tensors.read_bytes()[:-100])
-    assert "damaged" in refusal(student, teacher, resume=True)
-    (saved / "training.json").write_text('{"version": 1}')
-    assert "damaged" in refusal(student, teacher, resume=True)
+def test_a_disk_that_fills_with_the_weights_keeps_the_training(
+    student: Path, teacher: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = weights(student)
+    begun = training(student, teacher)
+    monkeypatch.setattr(ConvertedWeights, "write", full)
+    with pytest.raises(OptionError, match=r"No space left on device; free some space.*--resume"):
+        begun.run()
+    monkeypatch.undo()
+    assert same_weights(student, before)
+    assert not [path for path in student.rglob("*") if "partial" in path.name]
+    assert training(student, teacher, resume=True).run().steps == 6
+    assert not same_weights(student, before)
 
 
-def test_a_held_out_text_is_judged_and_never_trained_on(tmp_path: Path, student: Path, teacher: Path) -> None:
-    apart = EvaluationText.of(("Q" * 40).encode(), "apart.txt")
-    begun = training(student, teacher, held_out=apart)
-    assert begun._judged.unique().tolist() == [ord("Q")]
-    batches = torch.cat([begun._text.batch(step, 4) for step in range(40)])
-    assert ord("Q") not in batches
-    assert begun.run().references.keys() == {"teacher", "bigram model"}
+@pytest.mark.parametrize(("train", "advice"), [("all", "--train attention"), ("attention", "free some$")])
+def test_a_disk_that_is_too_small_is_refused_before_the_first_step(
+    tmp_path: Path, teacher: Path, monkeypatch: pytest.MonkeyPatch, train: str, advice: str
+) -> None:
+    """Two training checkpoints, or one and the new weights, which are larger where few are trained."""
+    student = write_student(tmp_path / "student", {**student_state(), "vision_tower.w": torch.rand(100_000)})
+    config = train_config(train=train)
+    trained = [tensor for name, tensor in student_state().items() if train == "all" or ".self_attn." in name]
+    saved = sum(12 * tensor.numel() for tensor in trained)
+    stored = sum(tensor.nbytes for tensor in weights(student).values())
+    assert (stored > saved) == (train == "attention")
+    needed = saved + max(saved, stored)
+
+    def with_free(num_bytes: int) -> None:
+        monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": num_bytes})())
+
+    with_free(needed - 1)
+    with pytest.raises(OptionError, match=f"are free on its disk: .*{advice}"):
+        training(student, teacher, config)
+    with_free(needed)
+    stopped(training(student, teacher, config), 2)
+    with_free(needed - saved)  # the one that is there has its place already
+    training(student, teacher, config, resume=True)

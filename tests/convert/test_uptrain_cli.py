@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from uptrain_tiny import write_student, write_teacher, write_text
+from uptrain_tiny import TEXT, stopped, training, write_student, write_teacher, write_text
 
 from kvist.cli.app import command_line
 
@@ -63,22 +63,54 @@ def test_what_cannot_be_done_is_said_in_a_line(
     assert message in printed.err
 
 
+def test_a_file_that_is_read_is_not_written_nor_judged_on(
+    asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other, apart = write_text(tmp_path / "other.png"), write_text(tmp_path / "apart.svg")
+    for more, options in (
+        (["--text", str(other), "--plot", str(other)], "--text and --plot"),
+        (["--held-out", str(apart), "--plot", str(apart)], "--held-out and --plot"),
+        (["--text", str(other), "--held-out", str(other)], "--text and --held-out"),
+    ):
+        assert command_line([*asked, "--steps", "2", *more]) == 2
+        assert f"{options} name the same file" in capsys.readouterr().err
+    assert other.read_text() == apart.read_text() == TEXT
+
+
+def test_what_goes_on_needs_neither_length_nor_rate(
+    asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stopped(training(tmp_path / "student", tmp_path / "teacher"), 2)
+    assert command_line([*asked, "--resume", "--minutes", "20"]) == 2
+    assert "6 steps were asked for and now minutes is 20" in capsys.readouterr().err
+    assert command_line([*asked, "--resume"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith("6 steps, ")
+    assert "learning rate" not in printed.err
+
+
+def test_another_rate_is_noted(asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stopped(training(tmp_path / "student", tmp_path / "teacher"), 2)
+    assert command_line([*asked, "--resume", "--learning-rate", "1e-3"]) == 0
+    assert "note: the learning rate was 0.002 and is 0.001 from here on" in capsys.readouterr().err
+
+
 def test_ctrl_c_saves_and_says_how_to_go_on(asked: list[str], tmp_path: Path) -> None:
     before = load_file(tmp_path / "student" / "model.safetensors")
     command = [sys.executable, "-m", "kvist.cli.main", *asked]
-    running = subprocess.Popen(
+    with subprocess.Popen(
         [*command, "--steps", "100000", "--save-minutes", "0"], stderr=subprocess.PIPE, text=True
-    )
-    try:
-        end_s = time.monotonic() + 120
-        while not list((tmp_path / "student").glob("uptraining/step-*[0-9]")):
-            assert time.monotonic() < end_s
-            assert running.poll() is None
-            time.sleep(0.05)
-        running.send_signal(signal.SIGINT)
-        _, error = running.communicate(timeout=60)
-    finally:
-        running.kill()
+    ) as running:
+        try:
+            end_s = time.monotonic() + 120
+            while not list((tmp_path / "student").glob("uptraining/step-*[0-9]")):
+                assert time.monotonic() < end_s
+                assert running.poll() is None
+                time.sleep(0.05)
+            running.send_signal(signal.SIGINT)
+            _, error = running.communicate(timeout=60)
+        finally:
+            running.kill()
     assert running.returncode == 130, error
     last = error.strip().splitlines()[-1]
     assert last.startswith("note: saved after step ")

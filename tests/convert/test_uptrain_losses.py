@@ -12,6 +12,7 @@ from uptrain_tiny import write_student, write_teacher
 
 import kvist.convert.uptrain_losses as losses
 from kvist.convert.uptrain_config import UptrainConfig
+from kvist.convert.uptrain_folder import ModelFolder
 from kvist.convert.uptrain_models import Trained, load_model
 
 EVERY_LOSS = UptrainConfig(steps=1, sequence=9, logit_weight=0.7, attention_weight=2.0, text_weight=0.3)
@@ -21,7 +22,7 @@ EVERY_LOSS = UptrainConfig(steps=1, sequence=9, logit_weight=0.7, attention_weig
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trained, Trained]:
     folder = tmp_path_factory.mktemp("models")
     return tuple(  # type: ignore[return-value]
-        load_model(write(folder / write.__name__), torch.float32, nullcontext)
+        load_model(ModelFolder.student(write(folder / write.__name__)), torch.float32, nullcontext)
         for write in (write_student, write_teacher)
     )
 

@@ -76,7 +76,6 @@ def test_a_bigram_model_predicts_what_it_was_fitted_on_better_than_noise() -> No
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({}, "either steps or minutes"),
         ({"steps": 3, "minutes": 1.0}, "either steps or minutes"),
         ({"steps": 0}, "steps is 0"),
         ({"minutes": 0}, "minutes is 0"),

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from kvist.attention.decoder_layer import DecoderLayer
-from kvist.attention.grouped_query import LayerCache
+from kvist.attention.grouped_query import LayerCache, check_mask
 from kvist.attention.paged_cache import PagedCache
 from kvist.checks import check_integer
 from kvist.config import RopeConfig
@@ -132,14 +132,17 @@ class Decoder(nn.Module):
             `[B, L + new_tokens]`, the prompts and what follows them.
 
         Raises:
-            OptionError: there are caches that are not to be used, or the prompts have no tokens.
+            OptionError: there are caches that are not to be used, the prompts have no tokens, or the mask is not of
+                their shape.
         """
         check_integer("new_tokens", new_tokens, 0)
         if caches is not None and not use_cache:
             raise OptionError("there are caches, and use_cache is False: leave out one of the two")
         if token_ids.dim() != 2 or not token_ids.shape[1]:
             raise OptionError(f"token_ids are {tuple(token_ids.shape)}: they must be [B, L] with one token at least")
-        was_training = self.training
+        if mask is not None:
+            check_mask(mask, token_ids.shape)
+        was_training = [(module, module.training) for module in self.modules()]
         self.eval()
         try:
             text, real, step, step_real = token_ids, mask, token_ids, mask
@@ -154,7 +157,8 @@ class Decoder(nn.Module):
                     step, step_real = text, real
             return text
         finally:
-            self.train(was_training)
+            for module, training in was_training:  # each its own: some may be frozen
+                module.training = training
 
     def paged_caches(self, batch: int, max_tokens: int, kv_format: str = "fp32") -> list[LayerCache]:
         """Empty caches in pages, one a layer; the arguments are those of `PagedCache`."""

@@ -17,6 +17,8 @@ from kvist.errors import OptionError, StateError
 LayerCache = ContiguousCache | PagedCache
 """What a layer keeps of the tokens so far."""
 
+_NO_COMMON_POSITIONS = "cross-attention has no common positions to turn by: make the module without rope"
+
 
 class GroupedQueryAttention(AttentionHeads):
     """Attention in which query heads share keys and values: MHA, GQA and MQA by the number of KV heads.
@@ -38,10 +40,12 @@ class GroupedQueryAttention(AttentionHeads):
         rope: turns queries and keys by their positions; None does not.
         scale: multiplies the scores; by default `1 / sqrt(D)`.
         q_norm, k_norm: norms over the head dim of queries and keys, if any.
+        kv_dim: width of the encoder's output that `encode` takes; by default `E`. With another there is
+            cross-attention alone.
 
     Raises:
         OptionError: a number is out of range, `num_kv_heads` does not divide `num_heads`, `head_dim` is left out where
-            `num_heads` does not divide `embed_dim`, or it is odd and there is `rope`.
+            `num_heads` does not divide `embed_dim`, or there is `rope` and `head_dim` is odd or `kv_dim` not `E`.
     """
 
     def __init__(
@@ -58,6 +62,7 @@ class GroupedQueryAttention(AttentionHeads):
         scale: float | None = None,
         q_norm: nn.Module | None = None,
         k_norm: nn.Module | None = None,
+        kv_dim: int | None = None,
     ) -> None:
         head_dim = (
             default_head_dim(embed_dim, num_heads) if head_dim is None else check_integer("head_dim", head_dim, 1)
@@ -72,9 +77,12 @@ class GroupedQueryAttention(AttentionHeads):
             output_bias=bias,
             q_norm=q_norm,
             k_norm=k_norm,
+            kv_dim=kv_dim,
         )
         if rope is not None and head_dim % 2:
             raise OptionError(f"head_dim is {head_dim}: rope turns pairs of dims, so it must be even")
+        if rope is not None and self.kv_dim != embed_dim:
+            raise OptionError(_NO_COMMON_POSITIONS)
         self.dropout = check_number("dropout", dropout, 0, 1)
         self.causal = causal
         self.rope = rope
@@ -131,18 +139,17 @@ class GroupedQueryAttention(AttentionHeads):
         """The keys and values of an encoder's output, for cross-attention: computed once, for every step after.
 
         Args:
-            states: `[B, S, E]`.
+            states: `[B, S, kv_dim]`.
             mask: `[B, S]` bool, which of them are no padding; None: all.
 
         Raises:
             OptionError: a tensor is not of its shape, or the module turns by positions.
         """
         if self.rope is not None:
-            raise OptionError("cross-attention has no common positions to turn by: make the module without rope")
-        self._check(states, None, mask)
+            raise OptionError(_NO_COMMON_POSITIONS)
+        _check_width("states", states, "B, S, kv_dim", self.kv_dim)
         if mask is not None:
-            if mask.dim() != 2:
-                raise OptionError(f"mask is {tuple(mask.shape)}: an encoder's must be {tuple(states.shape[:2])}")
+            check_mask(mask, states.shape[:2])
             states = states.masked_fill(~mask.unsqueeze(-1), 0)
         k, v = self.keys_and_values(states, None)
         return EncoderCache(k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous(), mask)
@@ -183,8 +190,12 @@ class GroupedQueryAttention(AttentionHeads):
         return rope_tables(self._frequencies[x.device], positions.to(x.device), x.dtype)
 
     def _check(self, x: torch.Tensor, cache: LayerCache | EncoderCache | None, mask: torch.Tensor | None) -> None:
-        if x.dim() != 3 or x.shape[2] != self.embed_dim:
-            raise OptionError(f"x is {tuple(x.shape)}: it must be [B, L, E] with E = {self.embed_dim}")
+        _check_width("x", x, "B, L, E", self.embed_dim)
+        if self.kv_dim != self.embed_dim and not isinstance(cache, EncoderCache):
+            raise OptionError(
+                f"keys and values are made of an encoder's output of width {self.kv_dim}, not of x: give the cache "
+                "that encode() returns"
+            )
         fits = (len(x), self.num_kv_heads, self.head_dim)
         if cache is not None and cache.rows != fits:
             raise OptionError(f"the cache has (B, K, D) = {cache.rows}: with x and this module they are {fits}")
@@ -194,14 +205,19 @@ class GroupedQueryAttention(AttentionHeads):
             raise StateError("a paged cache is read without dropout: call eval() first")
         if mask is None:
             return
-        shapes = [tuple(x.shape[:2])]
+        shapes = [x.shape[:2]]
         if not isinstance(cache, PagedCache):
             before = 0 if cache is None else cache.length
-            shapes.append((*x.shape[:2], before if isinstance(cache, EncoderCache) else before + x.shape[1]))
-        if mask.dtype != torch.bool or tuple(mask.shape) not in shapes:
-            raise OptionError(
-                f"mask is {tuple(mask.shape)} {mask.dtype}: it must be bool, {' or '.join(map(str, shapes))}"
-            )
+            seen = before if isinstance(cache, EncoderCache) else before + x.shape[1]
+            shapes.append(torch.Size((*x.shape[:2], seen)))
+        check_mask(mask, *shapes)
+
+
+def check_mask(mask: torch.Tensor, *shapes: torch.Size) -> None:
+    """Raise `OptionError` unless a mask is bool and of one of the shapes."""
+    if mask.dtype != torch.bool or mask.shape not in shapes:
+        possible = " or ".join(str(tuple(shape)) for shape in shapes)
+        raise OptionError(f"mask is {tuple(mask.shape)} {mask.dtype}: it must be bool, {possible}")
 
 
 def default_head_dim(embed_dim: int, num_heads: int) -> int:
@@ -223,6 +239,12 @@ def default_positions(x: torch.Tensor, cache: LayerCache | None, real: torch.Ten
     """
     new = torch.arange(x.shape[1], device=x.device) if real is None else (real.cumsum(1) - 1).clamp(min=0)
     return new if cache is None else new + cache.num_tokens().to(x.device).unsqueeze(1)
+
+
+def _check_width(name: str, x: torch.Tensor, dims: str, width: int) -> None:
+    """Raise `OptionError` unless a tensor has three dims, `dims` by name, of which the last is `width`."""
+    if x.dim() != 3 or x.shape[2] != width:
+        raise OptionError(f"{name} is {tuple(x.shape)}: it must be [{dims}] with {dims.split()[-1]} = {width}")
 
 
 def _both(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:

@@ -36,6 +36,7 @@ class AttentionHeads(nn.Module):
         qkv_bias: whether the projections to queries, keys and values add a bias.
         output_bias: whether the projection back does.
         q_norm, k_norm: norms over the head dim of queries and keys, if any.
+        kv_dim: width of what keys and values are made of; by default `E`.
 
     Raises:
         OptionError: a number is below 1, or `num_kv_heads` does not divide `num_heads`.
@@ -53,17 +54,19 @@ class AttentionHeads(nn.Module):
         output_bias: bool = False,
         q_norm: nn.Module | None = None,
         k_norm: nn.Module | None = None,
+        kv_dim: int | None = None,
     ) -> None:
         super().__init__()
         check_head_counts(num_heads, num_kv_heads)
         self.embed_dim = check_integer("embed_dim", embed_dim, 1)
+        self.kv_dim = self.embed_dim if kv_dim is None else check_integer("kv_dim", kv_dim, 1)
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = check_integer("head_dim", head_dim, 1)
         self.scale = scale
         self.q_proj = Linear(embed_dim, num_heads * head_dim, bias=qkv_bias)
-        self.k_proj = Linear(embed_dim, num_kv_heads * head_dim, bias=qkv_bias)
-        self.v_proj = Linear(embed_dim, num_kv_heads * head_dim, bias=qkv_bias)
+        self.k_proj = Linear(self.kv_dim, num_kv_heads * head_dim, bias=qkv_bias)
+        self.v_proj = Linear(self.kv_dim, num_kv_heads * head_dim, bias=qkv_bias)
         self.o_proj = Linear(num_heads * head_dim, embed_dim, bias=output_bias)
         self.q_norm = q_norm
         self.k_norm = k_norm
@@ -77,7 +80,7 @@ class AttentionHeads(nn.Module):
         return _turned(self.q_proj(x).unflatten(-1, (-1, self.head_dim)), self.q_norm, rope)
 
     def keys_and_values(self, x: torch.Tensor, rope: Rope | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values `[..., K, D]` of tokens `x` `[..., E]`; keys are normed and turned as queries are."""
+        """Keys and values `[..., K, D]` of `x` `[..., kv_dim]`; keys are normed and turned as queries are."""
         k = _turned(self.k_proj(x).unflatten(-1, (-1, self.head_dim)), self.k_norm, rope)
         return k, self.v_proj(x).unflatten(-1, (-1, self.head_dim))
 

@@ -14,8 +14,9 @@ from kvist.checks import check_integer
 from kvist.errors import OptionError
 
 VOCAB_SIZE = 1024
+UNCACHED_LENGTHS, UNCACHED_REPETITIONS = 16, 3
+"""Without a cache a token takes so long that a few lengths are timed, a few times each, and not all of them."""
 
-_UNCACHED_LENGTHS = 16
 _ROUND_MLP_TO = 64
 
 # Sharing pays where a token takes so much less than with the most KV heads.
@@ -72,8 +73,8 @@ class HeadsShape:
 
     @property
     def uncached_lengths(self) -> tuple[int, ...]:
-        """Those at which a step without a cache is timed, from the prompt to the last."""
-        steps = min(_UNCACHED_LENGTHS, self.new_tokens) - 1
+        """Those at which a step without a cache is timed, evenly from the prompt to the last."""
+        steps = min(UNCACHED_LENGTHS, self.new_tokens) - 1
         return tuple(self.prompt + (self.new_tokens - 1) * step // steps for step in range(steps + 1))
 
     def cache_scalars(self, num_kv_heads: int, length: int) -> int:
@@ -98,15 +99,19 @@ class Uncached:
 
     Attributes:
         lengths: of texts for which the next token was timed.
-        ms_per_token: of each.
+        ms_per_token: of each, the median of its repetitions.
+        repetitions: of each.
+        generated_lengths: how many lengths a generation goes through; the others lie on lines between those timed.
     """
 
     lengths: tuple[int, ...]
     ms_per_token: tuple[float, ...]
+    repetitions: int
+    generated_lengths: int
 
     @property
     def total_seconds(self) -> tuple[float, ...]:
-        """Of the new tokens up to each length; between two lengths a token takes what a line between them says."""
+        """Of the new tokens up to each length, by the trapezoid rule: between two a token takes what a line says."""
         steps = zip(self.lengths, self.lengths[1:], self.ms_per_token, self.ms_per_token[1:], strict=False)
         return tuple(accumulate(((b - a) * (x + y) / 2 / 1e3 for a, b, x, y in steps), initial=0.0))
 

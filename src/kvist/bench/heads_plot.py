@@ -57,15 +57,14 @@ def write_heads(path: Path, kind: str, rows: Sequence[HeadsRow], title: str) -> 
 
 def _draw_per_token(axes: Axes, rows: Sequence[HeadsRow], colors: Sequence[Any]) -> None:
     for row, color in zip(rows, colors, strict=True):
-        axes.plot(
-            row.lengths, row.ms_per_token, color=color, linewidth=2, label=f"{row.num_kv_heads} KV heads ({row.kind})"
-        )
+        name = f"{row.num_kv_heads} KV head{'s' * (row.num_kv_heads != 1)} ({row.kind})"
+        axes.plot(row.lengths, row.ms_per_token, color=color, linewidth=2, label=name)
         if row.uncached is not None:
-            axes.plot(row.uncached.lengths, row.uncached.ms_per_token, "--", color=color, linewidth=1.5)
+            axes.plot(row.uncached.lengths, row.uncached.ms_per_token, ".--", color=color, linewidth=1.5)
     if any(row.uncached for row in rows):
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:,g}")
-        axes.plot([], [], "--", color="gray", label="without a cache")
+        axes.plot([], [], ".--", color="gray", label="without a cache, timed at the dots")
     else:
         axes.set_ylim(bottom=0)
     axes.set_title("Time per token")
@@ -109,7 +108,7 @@ def _draw_rates(axes: Axes, rows: Sequence[HeadsRow], colors: Sequence[Any]) -> 
     names = [f"{row.num_kv_heads}" for row in rows]
     rates = [row.tokens_per_s for row in rows]
     bars = axes.bar(names, rates, color=colors)
-    axes.bar_label(bars, [f"{rate:,.3g}\n{rate / rates[0]:.2f} x" for rate in rates], padding=3)
+    axes.bar_label(bars, [f"{rate:,.1f}\n{rate / rates[0]:.2f} x" for rate in rates], padding=3)
     axes.margins(y=0.25)
     axes.set_title("Tokens per second")
     axes.set_xlabel("KV heads")

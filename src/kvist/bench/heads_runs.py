@@ -13,9 +13,9 @@ import torch
 
 from kvist.attention import ContiguousCache, Decoder
 from kvist.attention.grouped_query import LayerCache
-from kvist.bench.heads import VOCAB_SIZE, HeadsRow, HeadsShape, Uncached
+from kvist.bench.heads import UNCACHED_REPETITIONS, VOCAB_SIZE, HeadsRow, HeadsShape, Uncached
 from kvist.bench.memory import live_bytes
-from kvist.errors import CacheFullError
+from kvist.errors import CacheFullError, OptionError
 from kvist.loading.progress import Progress
 from kvist.memory import available_bytes, distinct_sizes
 from kvist.models.cache_shape import attention_kind
@@ -23,6 +23,7 @@ from kvist.models.cache_shape import attention_kind
 TURN_TOKENS = 32
 """Tokens that a decoder generates before it is the next one's turn."""
 
+_DEVICES = ("cpu", "cuda")  # one that computes by itself must be waited for
 _PROBES = 4
 _SCALAR_BYTES = 4
 _Result = TypeVar("_Result")
@@ -72,11 +73,11 @@ class _Run:
         self.process_bytes.append(live_bytes() - before + sum(self.process_bytes[-1:]))
         self.cuda_bytes.append(self._cuda_bytes() - cuda_before + sum(self.cuda_bytes[-1:]))
 
-    def uncached_step(self, length: int) -> None:
-        """Time what the token after `length` others takes when nothing was kept."""
+    def uncached_step(self, length: int) -> float:
+        """Milliseconds that the token after `length` others takes when nothing was kept."""
         text = torch.randint(VOCAB_SIZE, (self.shape.batch, length), device=self.text.device)
         ms, _ = self._timed(partial(self.decoder.generate, text, 1, use_cache=False))
-        self.uncached_ms.append(ms)
+        return ms
 
     def row(self, uncached_lengths: Sequence[int]) -> HeadsRow:
         tokens = self.shape.counted_length
@@ -94,8 +95,11 @@ class _Run:
             cache_bytes=tuple(self.cache_bytes),
             process_bytes=tuple(self.process_bytes),
             cuda_bytes=tuple(self.cuda_bytes) if self.text.is_cuda else None,
-            uncached=Uncached(tuple(uncached_lengths), tuple(self.uncached_ms)) if uncached_lengths else None,
+            uncached=self._uncached(uncached_lengths) if uncached_lengths else None,
         )
+
+    def _uncached(self, lengths: Sequence[int]) -> Uncached:
+        return Uncached(tuple(lengths), tuple(self.uncached_ms), UNCACHED_REPETITIONS, self.shape.new_tokens)
 
     @property
     def _num_kv_heads(self) -> int:
@@ -130,18 +134,24 @@ def measure_heads(
 
     Args:
         shape: what is generated.
-        no_cache: whether to time steps without a cache too, at some lengths.
-        device: to compute on. The weights are random, in float32.
+        no_cache: whether to time steps without a cache too, at `shape.uncached_lengths`.
+        device: to compute on, cpu or cuda: the clock waits for these. The weights are random, in float32.
         progress: told how many of all turns are through.
-        bandwidth: gives the read bandwidth of the moment, bytes per second; asked before, after, and now and then.
+        bandwidth: gives the read bandwidth of the moment, bytes per second; asked before, after, and now and then where
+            the device is the CPU.
 
     Returns:
         A row for each number of KV heads, and the read bandwidths.
 
     Raises:
+        OptionError: the device cannot be used.
         CacheFullError: the machine lacks the memory for all decoders at once.
     """
-    _check_memory(shape, device)
+    device = _usable(device)
+    if device.type == "cpu":
+        _check_memory(shape)  # another device says so itself
+    else:
+        bandwidth = None
     torch.manual_seed(0)
     prompt = torch.randint(VOCAB_SIZE, (shape.batch, shape.prompt), device=device)
     with torch.inference_mode():
@@ -167,19 +177,32 @@ def measure_heads(
         for run in runs:
             run.caches = []
         for length in uncached_lengths:
-            for run in runs:
-                run.uncached_step(length)
+            turns = [[run.uncached_step(length) for run in runs] for _ in range(UNCACHED_REPETITIONS)]
+            for run, times in zip(runs, zip(*turns, strict=True), strict=True):
+                run.uncached_ms.append(statistics.median(times))
             progress("generating without a cache", done := done + 1, total)
     return [run.row(uncached_lengths) for run in runs], tuple(bandwidths)
+
+
+def _usable(name: torch.device | str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise OptionError(f"the device {name} cannot be used: {reason}") from None
+    if device.type not in _DEVICES:
+        raise OptionError(
+            f"the device {name} cannot be used: the clock is right on {' and '.join(_DEVICES)} alone, give one of them"
+        )
+    return device
 
 
 def _weights_bytes(decoder: Decoder) -> int:
     return sum(parameter.nbytes for parameter in decoder.parameters())
 
 
-def _check_memory(shape: HeadsShape, device: torch.device | str) -> None:
-    if torch.device(device).type != "cpu":
-        return  # the device says so itself
+def _check_memory(shape: HeadsShape) -> None:
     needed = 0
     for num_kv_heads in shape.kv_heads:
         with torch.device("meta"):

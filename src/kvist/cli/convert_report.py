@@ -11,18 +11,20 @@ from urllib.parse import quote
 import typer
 
 from kvist.cli import bench_options, options
-from kvist.cli.output_file import OutputFile, output_file
+from kvist.cli.output_file import OutputFile, check_apart, output_file
 from kvist.cli.progress import progress_bar
 from kvist.config import check_threads
 from kvist.errors import OptionError
 from kvist.kv_format import LayerFormats
 
 if TYPE_CHECKING:
-    from kvist.convert.report import ConversionReport
     from kvist.convert.report_config import ReportConfig
+    from kvist.convert.report_rows import ConversionReport
 
 # As in `ReportConfig`, which needs more than a command line that is only parsed should wait for.
 _CONTEXTS, _WINDOW, _WINDOWS, _TOKENS, _REPETITIONS = "128,1024,4096,7000", 1024, 8, 32, 3
+_PICTURES = ("losses", "speeds", "curve")
+_STANDARD_OUTPUT = Path("-")
 
 
 def report(
@@ -32,7 +34,7 @@ def report(
     out: Annotated[
         Path | None, typer.Option(help="Write the report, .md, and its figures beside it.", metavar="FILE")
     ] = None,
-    json: Annotated[Path | None, typer.Option(help="Write the figures as one JSON object.", metavar="FILE")] = None,
+    json: bench_options.JsonOption = None,
     bigram: Annotated[
         Path | None, typer.Option(help="Compare with a bigram model of this text.", metavar="FILE")
     ] = None,
@@ -61,33 +63,34 @@ def report(
     from kvist.convert.report_config import ReportConfig
 
     config = ReportConfig(window, windows, lengths, tokens, repetitions, formats, weights_format)
+    alone = json == _STANDARD_OUTPUT
+    pictures_at = {} if out is None else _pictures(out)
+    written = {"--out": out, "--json": json, **{f"the {name} of --out": path for name, path in pictures_at.items()}}
+    for option, read in {"SRC": Path(source), "--text": text, "--bigram": bigram}.items():  # two of these may be one
+        check_apart({option: read, **written})
     with ExitStack() as files:
         out_file = files.enter_context(output_file("--out", out))
-        json_file = files.enter_context(output_file("--json", json))
-        pictures = {} if out is None else _pictures(out, files)
+        json_file = files.enter_context(output_file("--json", None if alone else json))
+        pictures = {name: files.enter_context(output_file("--out", path)) for name, path in pictures_at.items()}
         measured = _measured(source, directory, text, bigram, config, threads)
         try:
             if json_file is not None:
                 json_file.write(lambda path: path.write_text(_json(measured), encoding="utf-8"))
             if out_file is not None:
-                _write(out_file, pictures, measured)
-        finally:
-            print(_markdown(measured, {}), end="")
+                _write(out_file, pictures, pictures_at, measured)
+        finally:  # a full disk must not cost the minutes that the figures took
+            print(_json(measured) if alone else _markdown(measured, {}), end="")
 
 
-def _pictures(out: Path, files: ExitStack) -> dict[str, tuple[Path, OutputFile]]:
-    """The figures' files beside the report."""
+def _pictures(out: Path) -> dict[str, Path]:
+    """Where the figures lie: beside the report."""
     from kvist.evaluate.plot import check_plot
 
     if out.suffix != ".md":
         raise OptionError(f"--out {out} has no known ending: the report is Markdown, give a name that ends in .md")
-    found = {}
-    for name in ("losses", "speeds", "curve"):
-        path = out.with_name(f"{out.stem}_{name}.png")
+    found = {name: out.with_name(f"{out.stem}_{name}.png") for name in _PICTURES}
+    for path in found.values():
         check_plot(path)
-        file = files.enter_context(output_file("--out", path))
-        assert file is not None
-        found[name] = (path, file)
     return found
 
 
@@ -107,21 +110,18 @@ def _measured(
         return conversion_report(source, directory, read, config, bigram_text=fitted, progress=progress)
 
 
-def _write(out_file: OutputFile, pictures: dict[str, tuple[Path, OutputFile]], measured: ConversionReport) -> None:
-    from kvist.convert.report_plot import draw_losses, draw_speeds
-    from kvist.convert.uptrain_curve import draw_curve
+def _write(
+    out_file: OutputFile, pictures: dict[str, OutputFile | None], paths: dict[str, Path], measured: ConversionReport
+) -> None:
+    from kvist.convert.report_plot import draw_losses, draw_speeds, draw_training
 
+    draw = {"losses": draw_losses, "speeds": draw_speeds, "curve": draw_training}
     written = {}
-    for name, (path, file) in pictures.items():
-        if name == "losses":
-            file.write(lambda aside: draw_losses(aside, measured))
-        elif name == "speeds":
-            file.write(lambda aside: draw_speeds(aside, measured))
-        elif measured.curve is not None:
-            file.write(partial(draw_curve, kind="png", curve=measured.curve, references={}, title=measured.converted))
-        else:
+    for name, file in pictures.items():
+        if file is None or (name == "curve" and measured.curve is None):
             continue
-        written[name] = quote(path.name)
+        file.write(partial(draw[name], kind="png", report=measured))
+        written[name] = quote(paths[name].name)
     out_file.write(lambda path: path.write_text(_markdown(measured, written), encoding="utf-8"))
 
 
@@ -134,4 +134,4 @@ def _markdown(measured: ConversionReport, pictures: dict[str, str]) -> str:
 def _json(measured: ConversionReport) -> str:
     import json
 
-    return json.dumps(measured.figures(), allow_nan=False, ensure_ascii=False) + "\n"
+    return json.dumps(measured.figures(), allow_nan=False) + "\n"

@@ -12,10 +12,10 @@ import typer
 from kvist.cli import options
 from kvist.cli.convert_progress import TrainingProgress
 from kvist.cli.output import print_note
-from kvist.cli.output_file import OutputFile, output_file
+from kvist.cli.output_file import OutputFile, check_apart, output_file
 from kvist.cli.progress import progress_bar
 from kvist.config import check_threads
-from kvist.convert.uptrain_config import COMPUTE, TRAINED, UptrainConfig
+from kvist.convert.uptrain_config import COMPUTE, DEFAULT_LEARNING_RATE, TRAINED, UptrainConfig
 from kvist.errors import OptionError
 
 if TYPE_CHECKING:
@@ -52,8 +52,13 @@ def uptrain(
     sequence: Annotated[int, typer.Option(help="Tokens of a sequence.", metavar="N")] = UptrainConfig.sequence,
     batch: Annotated[int, typer.Option(help="Sequences of a step.", metavar="N")] = UptrainConfig.batch,
     learning_rate: Annotated[
-        float, typer.Option(help="The highest of the schedule.", metavar="RATE")
-    ] = UptrainConfig.learning_rate,
+        float | None,
+        typer.Option(
+            help="The highest of the schedule; with --resume, as before.",
+            metavar="RATE",
+            show_default=f"{DEFAULT_LEARNING_RATE:g}",
+        ),
+    ] = None,
     logit_weight: Annotated[
         float, typer.Option(help="Of the divergence from the teacher's predictions.", metavar="W")
     ] = UptrainConfig.logit_weight,
@@ -91,9 +96,11 @@ def uptrain(
     It learns to predict, and to attend, as the teacher does. The loss is the divergence of its predictions from the
     teacher's, and the difference of each layer's attention output. In the end its weights take the place of those in
     DST; conversion.json says how it was trained, and uptraining.jsonl has the learning curve. Ctrl-C saves what is
-    done; --resume goes on from there to the same bits.
+    done; --resume goes on from there to the same bits, for as many steps as were planned. It computes on the CPU.
     """
-    if steps is None and minutes is None:
+    for path in text:
+        check_apart({"--text": path, "--held-out": held_out, "--plot": plot})
+    if steps is None and minutes is None and not resume:
         minutes = DEFAULT_MINUTES
     config = UptrainConfig(
         steps=steps,
@@ -119,6 +126,7 @@ def uptrain(
     with output_file("--plot", plot) as plot_file:
         kind = _kind_of_plot(plot)
         training = _prepared(directory, teacher, text, held_out, config, resume, restart, threads)
+        _note_changed_rate(training)
         result = _run(training)
         try:
             if plot_file is not None:
@@ -166,6 +174,12 @@ def _prepared(
         )
 
 
+def _note_changed_rate(training: Uptraining) -> None:
+    before, now = training.learning_rate_before, training.learning_rate
+    if before is not None and before != now:
+        print_note(f"the learning rate was {before:g} and is {now:g} from here on: the weights will be others")
+
+
 def _run(training: Uptraining) -> UptrainResult:
     shown = TrainingProgress(training)
     try:
@@ -173,7 +187,7 @@ def _run(training: Uptraining) -> UptrainResult:
             return training.run(shown.told)
     except (KeyboardInterrupt, SystemExit):
         if training.saved_step is None:
-            print_note("interrupted before the first step: nothing is changed")
+            print_note("interrupted before a step could be saved: nothing is changed")
         else:
             again = shlex.join(["kvist", *(word for word in sys.argv[1:] if word not in ("--resume", "--restart"))])
             print_note(

@@ -199,7 +199,10 @@ def _advice(fewer: Sequence[FewerHeads], weights_bytes: int | None) -> Iterator[
         yield cost
         return
     yield "decoding at most: a step at the end of the context reads so much less, weights and cache together"
-    yield f"{cost}: `kvist convert gqa --kv-heads {fewer[0].num_kv_heads}` makes such a model, `kvist eval` measures it"
+    yield (
+        f"{cost}: `kvist convert gqa SRC DST --kv-heads {fewer[0].num_kv_heads}` makes such a model, `kvist convert "
+        "report SRC DST --text FILE` measures it"
+    )
 
 
 def _print_table(console: Console, headings: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from kvist.errors import OptionError
+
+LEAST_TOKENS = 2
+"""Of the text that a model is fitted on: one pair."""
+
 
 class BigramModel:
     """Each token predicted from the one before it, as often as it followed it in a text.
@@ -15,9 +20,17 @@ class BigramModel:
     Args:
         token_ids: `[N]` int64, the text that it is fitted on, two tokens at least.
         vocab_size: `V`.
+
+    Raises:
+        OptionError: there are fewer tokens, or one that is not in the vocabulary.
     """
 
     def __init__(self, token_ids: torch.Tensor, vocab_size: int) -> None:
+        if len(token_ids) < LEAST_TOKENS:
+            raise OptionError(f"a bigram model is fitted on two tokens at least, and there are {len(token_ids)}")
+        for token_id in (int(token_ids.min()), int(token_ids.max())):
+            if not 0 <= token_id < vocab_size:
+                raise OptionError(f"token {token_id} is not in a vocabulary of {vocab_size:,}")
         self._vocab_size = vocab_size
         counts = token_ids.bincount(minlength=vocab_size).double()
         seen = (counts > 0).sum()

@@ -17,15 +17,17 @@ from kvist.models.layers import LayerParts
 
 @dataclass(frozen=True)
 class LayerOnText:
-    """A layer's attention on a text.
+    """A layer's attention on a text; all its numbers are finite.
 
     Attributes:
+        index: of the layer.
         weights: float32.
         rules: what it does besides.
         inputs: `[B, L, E]`, float32.
         outputs: what it gives for them, less the output's bias, `[B, L, E]`.
     """
 
+    index: int
     weights: AttentionWeights
     rules: AttentionRules
     inputs: torch.Tensor
@@ -44,7 +46,8 @@ class LayerOnText:
 def layers_on_text(source: Source, windows: Sequence[Sequence[int]]) -> Iterator[LayerOnText]:
     """Every layer in order, each with the inputs that the layers before it give, in float32.
 
-    In memory are one layer, and the text's hidden states three times.
+    In memory are one layer, and the text's hidden states three times: as they are, as the attention takes them, and
+    what it gives for them. Who keeps a layer beyond the next one keeps two of these.
 
     Args:
         source: the checkpoint.
@@ -58,23 +61,31 @@ def layers_on_text(source: Source, windows: Sequence[Sequence[int]]) -> Iterator
         decoder.embed_tokens.weight = nn.Parameter(source.read("embed_tokens.weight"), requires_grad=False)
         hidden = decoder.embed(torch.tensor(windows)).float()
         decoder.embed_tokens.to("meta")
+    _check_finite(source, "in its embedding", hidden)
     for index, layer in enumerate(decoder_layers(decoder)):
         weights = source.attention_weights(index).map(torch.Tensor.float)
         _take_weights(source, index, layer)
         rules = AttentionRules.of(decoder, index, hidden.shape[1])
         parts = layer.parts()
         with torch.no_grad():
-            inputs = torch.stack([parts.attention_input_norm(x) for x in hidden])
-            outputs = torch.stack([attention(x, weights, rules) for x in inputs])
-        yield LayerOnText(weights, rules, inputs, outputs)
-        with torch.no_grad():
-            hidden = torch.stack([_after(x, y, parts) for x, y in zip(hidden, outputs, strict=True)])
+            inputs, outputs = torch.empty_like(hidden), torch.empty_like(hidden)
+            for window, x in enumerate(hidden):
+                inputs[window] = parts.attention_input_norm(x)
+                outputs[window] = attention(inputs[window], weights, rules)
+        _check_finite(source, f"in the attention of layer {index}", inputs, outputs)
+        yield LayerOnText(index, weights, rules, inputs, outputs)
+        _advance(hidden, outputs, parts)
+        del inputs, outputs
         layer.to("meta")
-        if not hidden.isfinite().all():
-            raise NumericsError(
-                f"{source.name} gives values that are not finite numbers on this text, after layer {index}: fetch the "
-                "model again, or merge by the method mean, which needs no text"
-            )
+        _check_finite(source, f"after layer {index}", hidden)
+
+
+def _check_finite(source: Source, where: str, *values: torch.Tensor) -> None:
+    if not all(bool(window.isfinite().all()) for tensor in values for window in tensor):
+        raise NumericsError(
+            f"{source.name} gives values that are not finite numbers on this text, {where}: fetch the model again, or "
+            "merge by the method mean, which needs no text"
+        )
 
 
 def _take_weights(source: Source, index: int, layer: nn.Module) -> None:
@@ -86,6 +97,13 @@ def _take_weights(source: Source, index: int, layer: nn.Module) -> None:
         module_name, _, leaf = name.rpartition(".")
         values = source.read(parameter).float()
         setattr(layer.get_submodule(module_name), leaf, nn.Parameter(values, requires_grad=False))
+
+
+@torch.no_grad()
+def _advance(hidden: torch.Tensor, attention_outputs: torch.Tensor, parts: LayerParts) -> None:
+    """Take hidden states `[B, L, E]`, in place, from before a layer to after it."""
+    for x, y in zip(hidden, attention_outputs, strict=True):
+        x.copy_(_after(x, y, parts))
 
 
 def _after(x: torch.Tensor, attention_output: torch.Tensor, parts: LayerParts) -> torch.Tensor:

@@ -148,4 +148,7 @@ def _by_text(source: Source, windows: Sequence[Sequence[int]], num_kv_heads: int
             turn_keys = layer.rules.turns_with_rope
             aligned, groups = align_and_merge(weights, moment, num_kv_heads, turn_keys=turn_keys)
             made = aligned.map(torch.Tensor.float)
-        yield made, LayerConversion(groups, missed_share(made, layer.rules, layer.inputs, layer.outputs))
+        made = source.as_stored(layer.index, made)
+        record = LayerConversion(groups, missed_share(made, layer.rules, layer.inputs, layer.outputs))
+        del layer, weights  # or they would lie in memory beside the next layer's
+        yield made, record

@@ -16,7 +16,7 @@ from typing import IO
 import torch
 
 from kvist.convert.destination import require_room
-from kvist.errors import ModelFileError, shown
+from kvist.errors import ModelFileError, NumericsError, shown
 from kvist.loading.checkpoint import PLAIN_DTYPES
 from kvist.loading.progress import Progress
 from kvist.loading.safetensors_checkpoint import INDEX, SINGLE, StoredTensor
@@ -76,10 +76,21 @@ class ConvertedWeights:
         self._files.close()
 
     def write(self, name: str, tensor: torch.Tensor) -> int:
-        """Put a converted tensor in its place, in the dtype that the source's has; returns its bytes."""
+        """Put a converted tensor in its place, in the dtype that the source's has; returns its bytes.
+
+        Raises:
+            NumericsError: the dtype does not hold its numbers.
+        """
         if tuple(tensor.shape) != self._shapes[name]:
             raise ValueError(f"{name} is of shape {tuple(tensor.shape)}, not {self._shapes[name]}")
-        data = tensor.to(PLAIN_DTYPES[self._tensors[name].dtype]).contiguous().view(-1).view(torch.uint8).numpy()
+        stored = self._tensors[name].dtype
+        rounded = tensor.to(PLAIN_DTYPES[stored])
+        if not rounded.isfinite().all():
+            raise NumericsError(
+                f"{name} has numbers that {stored} does not hold, whose largest is "
+                f"{torch.finfo(rounded.dtype).max:.3g}: store the source in a wider dtype, or merge by the method mean"
+            )
+        data = rounded.contiguous().view(-1).view(torch.uint8).numpy()
         file, place = self._places[name]
         file.seek(place)
         return file.write(data.data)
@@ -125,5 +136,5 @@ def _parts(tensor: StoredTensor) -> Iterator[bytes]:
                         f"{tensor.file} ended while {shown(tensor.stored_name)} was read: did it change?"
                     )
                 yield data
-    except FileNotFoundError:
-        raise ModelFileError(f"{tensor.file} went away while it was read") from None
+    except OSError as error:
+        raise ModelFileError(f"{tensor.file} cannot be read: {error.strerror or error}") from error

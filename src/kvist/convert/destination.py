@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from kvist.convert.uptrain_checkpoint import FOLDER
 from kvist.errors import OptionError
 from kvist.loading.cache_folder import move_into_place
 from kvist.memory import distinct_sizes
@@ -28,8 +29,8 @@ def checked_destination(path: str | os.PathLike[str], *, force: bool) -> Path:
     if target.exists():
         if not target.is_dir():
             raise OptionError(f"{path} exists and is no folder: give the destination another name")
-        if any(target.iterdir()) and not (target / "config.json").is_file():
-            raise OptionError(f"{path} exists and holds no model, so it is not replaced: take another name")
+        if any(target.iterdir()):
+            _check_is_a_model(path, target)
         if not force:
             raise OptionError(f"{path} exists: give --force to replace it, or take another name")
     if not target.parent.is_dir():
@@ -37,6 +38,22 @@ def checked_destination(path: str | os.PathLike[str], *, force: bool) -> Path:
     if not os.access(target.parent, os.W_OK | os.X_OK):
         raise OptionError(f"{path} cannot be made: {target.parent} cannot be written (permission denied)")
     return target
+
+
+def _check_is_a_model(path: str | os.PathLike[str], target: Path) -> None:
+    """Raise `OptionError` for a folder that holds anything but one: it would be removed whole."""
+    if (target / FOLDER).exists():
+        raise OptionError(
+            f"{path} exists and a training waits in it, so it is not replaced: go on with it, remove {target / FOLDER} "
+            "first, or take another name"
+        )
+    if folders := sorted(child.name for child in target.iterdir() if child.is_dir()):
+        raise OptionError(
+            f"{path} exists and holds the folder {folders[0]}, which is no part of a model, so it is not replaced: "
+            "take another name"
+        )
+    if not (target / "config.json").is_file() or not any(target.glob("*.safetensors")):
+        raise OptionError(f"{path} exists and holds no model, so it is not replaced: take another name")
 
 
 def check_apart(target: Path, source: Path) -> None:

@@ -6,7 +6,9 @@
 2. Keys matter through the queries that read them. Rope lets each plane of a key be multiplied by a complex number that
    the queries take back: so each plane's shared key is the strongest direction of the planes that it replaces. Norms
    over queries and keys take that freedom: under them keys become their mean.
-3. The output projection once more, with the attention that the new keys give: least squares on what the new heads mix.
+3. The output projection once more, with the attention that the new keys give: least squares on what the new heads mix,
+   drawn to the projection of step 1 by a ridge. How strongly is chosen for each layer on parts of the text that are
+   kept apart: the fewer tokens there are for a layer's weights, the sooner it would learn them by heart.
 """
 
 from __future__ import annotations
@@ -22,8 +24,10 @@ from kvist.convert.plain_attention import AttentionRules, attention, mixed_value
 
 # Of the mean variance: what keeps directions that the text hardly shows at the weights that the layer had.
 _RIDGE = 1e-4
-# The same of the output projection, which has more to fit: with less it learns the text by heart.
-_OUTPUT_RIDGE = 0.1
+# The same of the output projection, which has more to fit: from the weakest to the strongest.
+_OUTPUT_RIDGES = (0.03, 0.1, 0.3, 1.0)
+# Into how many parts the text is dealt to choose one: each is judged on once, after a fit to the others.
+_PARTS = 4
 # Where weights are all zero there is nothing to divide by.
 _TINY = 1e-300
 
@@ -65,10 +69,11 @@ def missed_share(
     weights: AttentionWeights, rules: AttentionRules, inputs: torch.Tensor, targets: torch.Tensor
 ) -> float:
     """The share of the targets' square that a layer misses."""
-    missed = sum(
-        float((attention(x, weights, rules) - y).double().square().sum()) for x, y in zip(inputs, targets, strict=True)
-    )
-    return missed / max(float(targets.double().square().sum()), _TINY)
+    missed = total = 0.0
+    for x, y in zip(inputs, targets, strict=True):
+        missed += float((attention(x, weights, rules) - y).double().square().sum())
+        total += float(y.double().square().sum())
+    return missed / max(total, _TINY)
 
 
 def _with_shared_values(
@@ -86,6 +91,8 @@ def _with_shared_values(
         ]
         strength = sum((product.T @ product for product in products), torch.zeros_like(root))
         directions = torch.linalg.eigh(strength).eigenvectors[:, -head_dim:]
+        # A head may have more dims than there are directions: the others stay empty.
+        directions = torch.nn.functional.pad(directions, (head_dim - directions.shape[1], 0))
         value = directions.T @ inverse
         scale = weights.value[group * merged : (group + 1) * merged].norm() / merged**0.5 / value.norm()  # as it was
         values.append(scale * value)
@@ -121,16 +128,49 @@ def _with_fitted_output(
     weights: AttentionWeights, rules: AttentionRules, inputs: torch.Tensor, targets: torch.Tensor
 ) -> AttentionWeights:
     """The output projection with the least squared error on the text, drawn a little to the one that there is."""
-    flat = weights.output.flatten(1).double()
-    gram, cross = flat.new_zeros(flat.shape[1], flat.shape[1]), flat.new_zeros(flat.shape[1], flat.shape[0])
+    start = weights.output.flatten(1).T.double()  # [H D, E]
+    gram = start.new_zeros(_PARTS, len(start), len(start))
+    cross = start.new_zeros(_PARTS, *start.shape)
+    part = 0
+    pieces = -(-_PARTS // len(inputs))  # of a window, where there are fewer than parts
     for x, y in zip(inputs, targets, strict=True):
-        mixed = mixed_values(x, weights, rules).double()
-        gram += mixed.T @ mixed
-        cross += mixed.T @ y.double()
-    ridge = (_OUTPUT_RIDGE * gram.diagonal().mean()).clamp_min(_TINY)
-    gram.diagonal().add_(ridge)
-    output = torch.linalg.solve(gram, cross + ridge * flat.T).T
-    return replace(weights, output=output.float().reshape(weights.output.shape))
+        mixed = mixed_values(x, weights, rules)
+        for one, target in zip(mixed.chunk(pieces), y.chunk(pieces), strict=True):
+            rows = one.double()
+            gram[part % _PARTS] += rows.T @ rows
+            cross[part % _PARTS] += rows.T @ target.double()
+            part += 1
+    output = _solved(gram.sum(0), cross.sum(0), start, chosen_ridge(gram, cross, start))
+    return replace(weights, output=output.T.float().reshape(weights.output.shape))
+
+
+def chosen_ridge(gram: torch.Tensor, cross: torch.Tensor, start: torch.Tensor) -> float:
+    """The ridge with which parts of a text are missed least by fits to the other parts.
+
+    Args:
+        gram: for each part the second moment of what the projection takes, `[parts, H D, H D]`.
+        cross: and its product with what should come out, `[parts, H D, E]`.
+        start: the projection that a fit is drawn to, `[H D, E]`.
+    """
+    all_gram, all_cross = gram.sum(0), cross.sum(0)
+
+    def missed(ridge: float) -> float:
+        """The squared error, less the square of what should come out: the same for each ridge."""
+        total = 0.0
+        for own_gram, own_cross in zip(gram, cross, strict=True):
+            output = _solved(all_gram - own_gram, all_cross - own_cross, start, ridge)
+            total += float((output * (own_gram @ output - 2 * own_cross)).sum())
+        return total
+
+    return min(_OUTPUT_RIDGES, key=missed)
+
+
+def _solved(gram: torch.Tensor, cross: torch.Tensor, start: torch.Tensor, ridge: float) -> torch.Tensor:
+    """`[H D, E]`: least squares by their second moments, drawn to `start` by a ridge of the mean variance."""
+    strength = (ridge * gram.diagonal().mean()).clamp_min(_TINY)
+    drawn = gram + strength * torch.eye(len(gram), dtype=gram.dtype)
+    solved: torch.Tensor = torch.linalg.solve(drawn, cross + strength * start)
+    return solved
 
 
 def _roots(moment: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""A layer's attention in plain PyTorch: over whole texts, without a cache, with gradients."""
+"""A layer's attention in plain PyTorch: over whole texts, without a cache."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class AttentionRules:
 
 
 def mixed_values(x: torch.Tensor, weights: AttentionWeights, rules: AttentionRules) -> torch.Tensor:
-    """What the output projection takes, `[L, H D]`, for inputs `[L, E]`; batched where there are leading dims."""
+    """What the output projection takes, `[L, H D]`, for inputs `[L, E]`."""
     x = weights.with_ones(x)
     q, k, v = (
         nn.functional.linear(x, heads.flatten(0, 1)).view(*x.shape[:-1], *heads.shape[:2])

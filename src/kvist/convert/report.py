@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -17,117 +17,17 @@ from kvist.bench.memory import resident_bytes
 from kvist.bench.probed import Timing, time_in_turn
 from kvist.bench.prompts import Prompts
 from kvist.bench.step_bytes import StepBytes, cache_read, weights_read
-from kvist.convert.bigram import BigramModel
-from kvist.convert.record import CONVERSION_FILE
+from kvist.convert.bigram import LEAST_TOKENS, BigramModel
 from kvist.convert.report_config import ReportConfig
-from kvist.convert.uptrain_curve import CURVE_FILE, Curve
-from kvist.errors import ModelNotFoundError, OptionError
+from kvist.convert.report_record import ConversionRecord, read_curve
+from kvist.convert.report_rows import CacheRow, ConversionReport, Prediction, SpeedRow
+from kvist.convert.uptrain_text import joined_tokens
+from kvist.errors import ModelNotFoundError, OptionError, PromptError
 from kvist.evaluate.evaluation import evaluate
 from kvist.evaluate.text_windows import EvaluationText, text_windows
 from kvist.kernels import native
 from kvist.loading import LoadedModel, load
 from kvist.loading.progress import Progress, no_progress
-from kvist.loading.untrusted_file import read_json
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """How well something predicts the text.
-
-    Attributes:
-        name: of it.
-        loss, perplexity: nats per token, and e to that.
-        kl_mean: KL(source || it), nats per token; None where that was not compared.
-        top1_agreement: how often its likeliest token is the source's; None too.
-    """
-
-    name: str
-    loss: float
-    perplexity: float
-    kl_mean: float | None = None
-    top1_agreement: float | None = None
-
-    @classmethod
-    def of_loss(cls, name: str, loss: float) -> Prediction:
-        return cls(name, loss, math.exp(loss))
-
-
-@dataclass(frozen=True)
-class CacheRow:
-    """What a sequence takes in the cache.
-
-    Attributes:
-        context: its tokens.
-        source_bytes, converted_bytes: by the formula that the cache allocates by.
-        source_measured_bytes, converted_measured_bytes: by how much the process grew; None where it was not looked at.
-    """
-
-    context: int
-    source_bytes: int
-    converted_bytes: int
-    source_measured_bytes: int | None = None
-    converted_measured_bytes: int | None = None
-
-
-@dataclass(frozen=True)
-class SpeedRow:
-    """How fast a sequence is decoded; both models in turn, in one run.
-
-    Attributes:
-        context: tokens in the cache.
-        source_tokens_per_s, converted_tokens_per_s: that were measured.
-        ratio: of the second to the first.
-        bytes_ratio: of the bytes that a step of the source and of the converted model must read: what the ratio would
-            be if nothing but reading took time.
-        is_steady: whether the read bandwidth stayed the same around enough repetitions.
-    """
-
-    context: int
-    source_tokens_per_s: float
-    converted_tokens_per_s: float
-    ratio: float
-    bytes_ratio: float
-    is_steady: bool
-
-
-@dataclass(frozen=True)
-class ConversionReport:
-    """What a conversion came to.
-
-    Attributes:
-        source, converted: names of the models.
-        text: the name of the one that was predicted.
-        num_heads, source_kv_heads, converted_kv_heads: of a layer.
-        positions: of the text that were scored.
-        predictions: the source's first, then the converted model's, and what they are measured by.
-        cache, speeds: a row for each context.
-        config: what was asked for.
-        record: what `conversion.json` says; empty where there is none.
-        curve: of the last training; None where there was none.
-        machine: what it was measured on, in a line.
-    """
-
-    source: str
-    converted: str
-    text: str
-    num_heads: int
-    source_kv_heads: int
-    converted_kv_heads: int
-    positions: int
-    predictions: tuple[Prediction, ...]
-    cache: tuple[CacheRow, ...]
-    speeds: tuple[SpeedRow, ...]
-    config: ReportConfig
-    record: dict[str, object]
-    curve: Curve | None
-    machine: str
-
-    def figures(self) -> dict[str, object]:
-        """All of it as plain values."""
-        fields = {name: value for name, value in vars(self).items() if name not in ("curve", "config")}
-        rows = {name: [asdict(row) for row in fields[name]] for name in ("predictions", "cache", "speeds")}
-        settings = vars(self.config) | {"kv_format": str(self.config.kv_format)}
-        return fields | rows | {"settings": settings}
 
 
 def conversion_report(
@@ -151,14 +51,15 @@ def conversion_report(
 
     Raises:
         OptionError: the two do not belong together.
-        KvistError: a model cannot be loaded, or the text or a context does not fit it.
+        ModelFileError: what the converted model's folder says of its making is damaged.
+        KvistError: a model cannot be loaded, or a text or a context does not fit it.
     """
     if not directory.is_dir():
         raise ModelNotFoundError(f"there is no folder {directory}: give one that `kvist convert gqa` made")
+    record, curve = ConversionRecord.read(directory), read_curve(directory)  # before the minutes of all else
     predictions, positions, before, after = _predictions(source, directory, text, config, bigram_text, progress)
     gc.collect()  # the fp32 weights: what is timed should have the memory to itself
     cache, speeds = _measured(source, directory, text, config, progress)
-    curve = directory / CURVE_FILE
     return ConversionReport(
         source=before.name,
         converted=after.name,
@@ -171,8 +72,8 @@ def conversion_report(
         cache=cache,
         speeds=speeds,
         config=config,
-        record=read_json(directory / CONVERSION_FILE) if (directory / CONVERSION_FILE).is_file() else {},
-        curve=Curve.read(curve) if curve.is_file() else None,
+        record=record,
+        curve=curve,
         machine=MachineFacts.gather(torch.get_num_threads()).line,
     )
 
@@ -197,6 +98,7 @@ def _predictions(
     _workload(config).check(before, [config.kv_format])  # before the minutes that predicting takes
     asked = config.evaluation()
     windows = text_windows(before.tokenizer, before.config, text.text, asked)
+    bigram = None if bigram_text is None else _bigram(before, bigram_text)
     found = None
     for found in evaluate(before.decoder, after.decoder, windows, asked):
         progress("predicting the text", found.windows, len(windows))
@@ -206,12 +108,10 @@ def _predictions(
         Prediction(before.name, math.log(found.reference_perplexity), found.reference_perplexity),
         Prediction(after.name, math.log(row.perplexity), row.perplexity, row.kl_mean, row.top1_agreement),
     ]
-    vocab_size = before.config.vocab_size
-    if bigram_text is not None:
-        ids = torch.tensor(before.tokenizer.encode(bigram_text.text, add_special_tokens=False))
-        loss = BigramModel(ids, vocab_size).loss(torch.tensor(windows))
+    if bigram_text is not None and bigram is not None:
+        loss = bigram.loss(torch.tensor(windows))
         predictions.append(Prediction.of_loss(f"bigram model of {bigram_text.name}", loss))
-    predictions.append(Prediction.of_loss("uniform guessing", math.log(vocab_size)))
+    predictions.append(Prediction.of_loss("uniform guessing", math.log(before.config.vocab_size)))
     heads = [_Heads(model.name, model.config.num_heads, model.config.num_kv_heads) for model in (before, after)]
     return tuple(predictions), found.positions, heads[0], heads[1]
 
@@ -223,6 +123,18 @@ def _check_same_vocabulary(before: LoadedModel, after: LoadedModel, text: Evalua
         raise OptionError(
             f"{before.name} has another vocabulary than {after.name}: give the model that it was converted from"
         )
+
+
+def _bigram(model: LoadedModel, text: EvaluationText) -> BigramModel:
+    vocab_size = model.config.vocab_size
+    try:
+        token_ids = joined_tokens(model.tokenizer, [text], vocab_size)
+    except PromptError as error:
+        raise PromptError(f"the text {text.name}: {error}") from None
+    if len(token_ids) < LEAST_TOKENS:
+        tokens = f"{len(token_ids)} token{'s' * (len(token_ids) != 1)}"
+        raise PromptError(f"the text {text.name} has {tokens}, too few for a bigram model: give a longer one")
+    return BigramModel(torch.tensor(token_ids), vocab_size)
 
 
 def _measured(

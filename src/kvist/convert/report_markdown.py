@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from kvist.convert.report import ConversionReport
+from kvist.convert.report_record import printable
+from kvist.convert.report_rows import ConversionReport, kv_heads
 from kvist.errors import shown
 
 
@@ -22,24 +23,24 @@ def markdown(report: ConversionReport, pictures: Mapping[str, str]) -> str:
 
 def _head(report: ConversionReport) -> str:
     text = (
-        f"# {report.source} with {report.converted_kv_heads} KV heads in place of {report.source_kv_heads}\n\n"
+        f"# {report.source} with {kv_heads(report.converted_kv_heads)} in place of {report.source_kv_heads}\n\n"
         f"`{report.converted}` beside `{report.source}`: {report.num_heads} query heads share "
-        f"{report.converted_kv_heads} KV head{'s' * (report.converted_kv_heads != 1)} in each layer."
+        f"{kv_heads(report.converted_kv_heads)} in each layer."
     )
-    method = report.record.get("method")
+    method = report.record.method
     return text + (f" Heads were merged by the method {shown(method)}." if method is not None else "")
 
 
 def _quality(report: ConversionReport, pictures: Mapping[str, str]) -> str:
     rows = [
         (
-            row.name,
+            name,
             f"{row.loss:.3f}",
             f"{row.perplexity:,.1f}",
             "" if row.kl_mean is None else f"{row.kl_mean:.4f}",
             "" if row.top1_agreement is None else f"{row.top1_agreement:.1%}",
         )
-        for row in report.predictions
+        for name, row in zip(report.names, report.predictions, strict=True)
     ]
     table = _table(("", "loss", "perplexity", "divergence", "agreement"), rows)
     return (
@@ -90,31 +91,27 @@ def _speed(report: ConversionReport, pictures: Mapping[str, str]) -> str:
 
 
 def _training(report: ConversionReport, pictures: Mapping[str, str]) -> Iterable[str]:
-    last = _last_training(report)
+    last = report.record.training
     if last is None:
         return
-    texts = last.get("texts")
-    names = ", ".join(str(text.get("name")) for text in texts) if isinstance(texts, list) else "?"
-    references = last.get("references")
-    losses = {"before": last.get("loss_before"), "after": last.get("loss_after")}
-    losses |= references if isinstance(references, Mapping) else {}
-    rows = [(name, f"{loss:.3f}") for name, loss in losses.items() if isinstance(loss, float)]
+    names = ", ".join(map(printable, last.texts)) or "?"
+    rows = [(printable(name), f"{loss:.3f}") for name, loss in last.losses.items()]
     yield (
-        f"## Uptraining\n\n{_number(last.get('steps'))} steps, {_number(last.get('tokens'))} tokens from {names} "
-        f"({_number(last.get('text_tokens'))} tokens), {_number(last.get('seconds'))} s on {last.get('machine')}. Loss "
-        f"on {_number(last.get('held_out_tokens'))} held-out tokens ({last.get('held_out')}):\n\n"
+        f"## Uptraining\n\n{_number(last.steps)} steps, {_number(last.tokens)} tokens from {names} "
+        f"({_number(last.text_tokens)} tokens), {_number(last.seconds)} s on {printable(last.machine or '?')}. Loss "
+        f"on {_number(last.held_out_tokens)} held-out tokens ({printable(last.held_out or '?')}):\n\n"
         f"{_table(('', 'nats per token'), rows)}{_picture(pictures, 'curve')}"
     )
 
 
 def _limits(report: ConversionReport) -> str:
-    last = _last_training(report)
+    last = report.record.training
     trained = (
         "The converted model was not trained after its heads were merged: what it lost is the loss of merging alone, "
         "and training brings a part of it back."
         if last is None
-        else f"The training saw {_number(last.get('tokens'))} tokens, of a text of "
-        f"{_number(last.get('text_tokens'))}. That is not the uptraining of the GQA paper (arXiv 2305.13245), which "
+        else f"The training saw {_number(last.tokens)} tokens, of a text of "
+        f"{_number(last.text_tokens)}. That is not the uptraining of the GQA paper (arXiv 2305.13245), which "
         "goes on with the original data for a share of the original steps: its figures say nothing of this model, "
         "and these nothing of that method at its scale. A short training repairs the most frequent patterns first "
         "and moves the model towards its text; more text, of more kinds, would take it elsewhere."
@@ -129,15 +126,10 @@ def _limits(report: ConversionReport) -> str:
     )
 
 
-def _last_training(report: ConversionReport) -> Mapping[str, object] | None:
-    trainings = report.record.get("uptraining")
-    last = trainings[-1] if isinstance(trainings, list) and trainings else None
-    return last if isinstance(last, Mapping) else None
-
-
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [columns, ["---"] + ["---:"] * (len(columns) - 1), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    escaped = [[cell.replace("|", r"\|") for cell in line] for line in lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in escaped)
 
 
 def _picture(pictures: Mapping[str, str], name: str) -> str:
@@ -148,5 +140,5 @@ def _mebibytes(num_bytes: int | None) -> str:
     return "" if num_bytes is None else f"{num_bytes / 2**20:,.1f}"
 
 
-def _number(value: object) -> str:
-    return f"{value:,.0f}" if isinstance(value, int | float) else "?"
+def _number(value: float | None) -> str:
+    return "?" if value is None else f"{value:,.0f}"

@@ -124,6 +124,14 @@ class Source:
                 )
         return AttentionWeights.from_tensors(tensors, self.config.head_dim)
 
+    def as_stored(self, layer: int, weights: AttentionWeights) -> AttentionWeights:
+        """A layer's new projections as they will be read again: rounded to their dtypes in the files, in float32."""
+        parameters = self.attention_parameters(layer)
+        rounded = {
+            name: tensor.to(self.stored_dtype(parameters[name])).float() for name, tensor in weights.tensors().items()
+        }
+        return AttentionWeights.from_tensors(rounded, self.config.head_dim)
+
     def check_can_merge(self, num_kv_heads: int) -> None:
         """Raise `OptionError` unless the KV heads can be merged into so many."""
         own = self.config.num_kv_heads

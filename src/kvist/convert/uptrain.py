@@ -16,38 +16,32 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 
 from kvist.convert import uptrain_checkpoint as checkpoints
-from kvist.convert.bigram import BigramModel
-from kvist.convert.uptrain_checkpoint import TrainingPlan
-from kvist.convert.uptrain_checks import check_resume, check_same, check_space, check_student, check_teacher
 from kvist.convert.uptrain_config import UptrainConfig
 from kvist.convert.uptrain_curve import CURVE_FILE, Curve, CurveRow
 from kvist.convert.uptrain_finish import add_record, replace_weights
 from kvist.convert.uptrain_losses import StepLosses, backward, text_loss
-from kvist.convert.uptrain_models import ModelFolder, autocast_of, load_model, resolved_compute
+from kvist.convert.uptrain_prepare import prepare
 from kvist.convert.uptrain_result import UptrainResult
 from kvist.convert.uptrain_schedule import learning_rate
-from kvist.convert.uptrain_text import joined_tokens, judged_sequences, packed_texts
 from kvist.engine.uninterrupted import uninterrupted
 from kvist.errors import NumericsError, OptionError
 from kvist.evaluate.text_windows import EvaluationText
-from kvist.loading.fingerprint import FilesHash
 from kvist.loading.progress import Progress, no_progress
-from kvist.loading.safetensors_checkpoint import SafetensorsCheckpoint
 
-_BETAS = (0.9, 0.95)
 _MOST_GRADIENT = 1.0  # the norm that longer gradients are brought down to
 _VALIDATIONS = 8  # over the whole training
 _PROBED_STEPS = 3
 
 
 class Uptraining:
-    """A training, ready to run.
+    """A training on the CPU, ready to run.
 
     Args:
         directory: of the student, which is replaced in the end.
@@ -63,7 +57,10 @@ class Uptraining:
         num_steps: of the schedule.
         step: that are done.
         saved_step: that the training checkpoint in the folder has; None without one.
+        learning_rate: the highest of the schedule.
+        learning_rate_before: the same before it stopped; None for a training that begins.
         references: losses of the held-out text to measure by.
+        curve: so far.
 
     Raises:
         KvistError: a model, a text or an option cannot be used, or there is another training in `directory`.
@@ -82,42 +79,23 @@ class Uptraining:
         progress: Progress = no_progress,
     ) -> None:
         self._began_s = time.perf_counter()
-        found = None if restart else checkpoints.latest(directory)
-        check_resume(directory, found, resume)
-        student = ModelFolder.student(directory)
-        check_student(student, texts, config)
-        source = None if teacher is None else ModelFolder.find(teacher, progress)
-        if source is not None:
-            check_teacher(student, source, texts)
-        self._directory, self._config, self._texts, self._held_out_text = directory, config, texts, held_out
-        token_ids = joined_tokens(student.tokenizer, texts, student.config.vocab_size)
-        held_out_ids = joined_tokens(student.tokenizer, [held_out], student.config.vocab_size) if held_out else None
-        self._text, self._held_out = packed_texts(
-            student.tokenizer, token_ids, held_out_ids, config.sequence, config.seed
-        )
-        self._judged = judged_sequences(self._held_out, config.sequence)
-        compute = found.plan.settings["compute"] if found and config.compute == "auto" else None
-        self._compute = str(compute or resolved_compute(config.compute))
-        self._load(directory, source, progress)
+        ready = prepare(directory, teacher, texts, config, held_out, resume=resume, restart=restart, progress=progress)
+        self._directory, self._ready, self._config = directory, ready, ready.config
+        self.references = ready.references
+        found = ready.found
         self.curve = found.curve() if found else Curve()
-        self.step = self._done_before = 0
-        self._seconds_before = 0.0
-        self.saved_step: int | None = None
-        plan = self._plan(source, progress)
-        if found:
-            check_same(found, plan, config)
-            found.restore(self._trained, self._optimizer)
-            self.step = self._done_before = self.saved_step = found.step
-            self._seconds_before = found.seconds
-            plan = found.plan
-        self.references = self._references(progress)
+        self.step = found.step if found else 0
+        self.saved_step = found.step if found else None
+        self._seconds_before = found.seconds if found else 0.0
+        self.learning_rate = ready.plan.learning_rate
+        self.learning_rate_before = found.plan.learning_rate if found else None
         self._random = torch.get_rng_state()
         self._updating = False
+        self._plan = ready.plan
         if not found:
-            self._judge_start()
-            plan = replace(plan, num_steps=self._planned_steps(progress))
-        self._training = plan
-        self.num_steps = plan.num_steps
+            self.curve.rows.append(CurveRow(step=0, validation_loss=self._validation_loss()))
+            self._plan = replace(ready.plan, num_steps=self._planned_steps(progress))
+        self.num_steps = self._plan.num_steps
 
     @property
     def seconds(self) -> float:
@@ -133,10 +111,11 @@ class Uptraining:
             told: each step as it is done.
 
         Raises:
-            NumericsError: a loss is not a finite number. The last training checkpoint is kept.
+            NumericsError: a loss, a gradient or a weight is not a finite number. The last training checkpoint is kept.
             OptionError: a training checkpoint or the weights cannot be written.
         """
-        self._student.model.train()
+        self._ready.student.model.train()
+        torch.set_rng_state(self._random)  # whatever was drawn since
         saved_s = time.perf_counter()
         try:
             while self.step < self.num_steps:
@@ -145,70 +124,50 @@ class Uptraining:
                     self.save()
                     saved_s = time.perf_counter()
         except (KeyboardInterrupt, SystemExit):
-            # Within an update weights and moments belong to different steps; then the one saved before stays.
+            # Within an update weights and moments belong to different steps; then the one saved before stays, as it
+            # does where the weights are of no use.
             if not self._updating and self.step > 0:
-                self.save()
+                with suppress(NumericsError):
+                    self.save()
             raise
         return self._finish()
 
     def save(self) -> None:
-        """Write a training checkpoint of the steps that are done."""
+        """Write a training checkpoint of the steps that are done.
+
+        Raises:
+            NumericsError: the training cannot go on from here. The one before is still there.
+            OptionError: it cannot be written. The one before is still there.
+        """
+        if self.saved_step == self.step:
+            return
         with uninterrupted():
+            self._check_can_go_on()
             checkpoints.save(
                 self._directory,
-                self._training,
+                self._plan,
                 self.step,
                 self.seconds,
-                self._trained,
-                self._optimizer,
+                self._ready.trained,
+                self._ready.optimizer,
                 self._random,
                 self.curve,
             )
             self.saved_step = self.step
 
-    def _load(self, directory: Path, source: ModelFolder | None, progress: Progress) -> None:
-        progress("loading the models", 0, None)
-        torch.manual_seed(self._config.seed)
-        autocast = autocast_of(self._compute)
-        dtype = torch.bfloat16 if self._compute == "bf16" else torch.float32
-        self._teacher = None if source is None else load_model(source.path, dtype, autocast)
-        self._student = load_model(directory, torch.float32, autocast)
-        if self._config.gradient_checkpointing:
-            self._student.model.activation_checkpointing_enable({"use_reentrant": False})
-        self._trained = self._student.choose_trained(self._config.train)
-        matrices = [parameter for parameter in self._trained.values() if parameter.dim() > 1]
-        vectors = [parameter for parameter in self._trained.values() if parameter.dim() < 2]
-        groups = [
-            {"params": matrices, "weight_decay": self._config.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ]
-        self._optimizer = torch.optim.AdamW(
-            [group for group in groups if group["params"]], lr=self._config.learning_rate, betas=_BETAS, fused=True
-        )
-        check_space(directory, checkpoints.checkpoint_bytes(self._trained))
+    def _check_can_go_on(self) -> None:
+        """See that weights and moments are finite, and with them a loss and its gradient: of one sequence.
 
-    def _plan(self, source: ModelFolder | None, progress: Progress) -> TrainingPlan:
-        return TrainingPlan(
-            settings=checkpoints.settings_of(self._config, self._compute),
-            teacher="none" if source is None else source.name,
-            teacher_hash="" if source is None else _files_hash(source.path, progress),
-            texts={text.name: text.sha256 for text in self._all_texts()},
-            num_steps=self._config.steps or 0,
-        )
-
-    def _all_texts(self) -> list[EvaluationText]:
-        return [*self._texts, *([self._held_out_text] if self._held_out_text else [])]
-
-    def _references(self, progress: Progress) -> dict[str, float]:
-        bigram = BigramModel(self._text.token_ids, self._student.vocab_size)
-        found = {"bigram model": bigram.loss(self._judged)}
-        if self._teacher is not None:
-            progress("judging the teacher", 0, None)
-            found["teacher"] = text_loss(self._teacher, self._judged, self._config.batch)
-        return found
-
-    def _judge_start(self) -> None:
-        self.curve.rows.append(CurveRow(step=0, validation_loss=self._validation_loss()))
+        A step may leave weights that are finite, and yet too large for any step to follow.
+        """
+        states = (state for of_weight in self._ready.optimizer.state.values() for state in of_weight.values())
+        if not all(tensor.isfinite().all() for tensor in (*self._ready.trained.values(), *states)):
+            raise NumericsError(self._not_finite(self.step))
+        random = torch.get_rng_state()
+        try:
+            self._compute_gradients(self._ready.judged[:1], self.step - 1)
+        finally:
+            torch.set_rng_state(random)
 
     def _planned_steps(self, progress: Progress) -> int:
         """The steps of the schedule: as asked for, or as many as fit into the minutes.
@@ -219,14 +178,14 @@ class Uptraining:
             return self._config.steps
         assert self._config.minutes is not None
         random, spent = torch.get_rng_state(), []
-        self._student.model.train()
+        self._ready.student.model.train()
         for step in range(_PROBED_STEPS):
             progress("timing a step", step, _PROBED_STEPS)
             began_s = time.perf_counter()
-            self._compute_gradients(step)
+            self._compute_gradients(self._batch(step), step)
             self._update(0.0)
             spent.append(time.perf_counter() - began_s)
-        self._optimizer.state.clear()
+        self._ready.optimizer.state.clear()
         torch.set_rng_state(random)
         began_s = time.perf_counter()
         self._validation_loss()
@@ -241,9 +200,9 @@ class Uptraining:
         return steps
 
     def _one_step(self) -> CurveRow:
-        rate = learning_rate(self.step, self.num_steps, self._config.learning_rate)
+        rate = learning_rate(self.step, self.num_steps, self.learning_rate)
         began_s = time.perf_counter()
-        losses = self._compute_gradients(self.step)
+        losses = self._compute_gradients(self._batch(self.step), self.step)
         with uninterrupted():
             self._updating = True
             self._update(rate)
@@ -259,13 +218,15 @@ class Uptraining:
             self.curve.rows[-1] = row
         return row
 
-    def _compute_gradients(self, step: int) -> StepLosses:
-        self._optimizer.zero_grad(set_to_none=True)
+    def _batch(self, step: int) -> torch.Tensor:
+        return self._ready.text.batch(step, self._config.batch)
+
+    def _compute_gradients(self, token_ids: torch.Tensor, step: int) -> StepLosses:
+        """Those of sequences `[B, L]` by a step's positions, in place of what was there."""
+        self._ready.optimizer.zero_grad(set_to_none=True)
         positions = torch.arange(step % self._config.every, self._config.sequence, self._config.every)
-        losses = backward(
-            self._student, self._teacher, self._text.batch(step, self._config.batch), positions, self._config
-        )
-        norm = torch.nn.utils.clip_grad_norm_(self._trained.values(), _MOST_GRADIENT)
+        losses = backward(self._ready.student, self._ready.teacher, token_ids, positions, self._config)
+        norm = torch.nn.utils.clip_grad_norm_(self._ready.trained.values(), _MOST_GRADIENT)
         if not (math.isfinite(losses.loss) and norm.isfinite()):
             raise NumericsError(self._not_finite(step + 1))
         return losses
@@ -278,18 +239,18 @@ class Uptraining:
             if self.saved_step
             else f"{self._directory} is as it was: start again with"
         )
-        lower = f"{self._config.learning_rate / 3:.1g}"
+        lower = f"{self.learning_rate / 3:.1g}"
         return f"the loss of step {step:,} is not a finite number: {kept} a lower rate, like --learning-rate {lower}"
 
     def _update(self, rate: float) -> None:
-        for group in self._optimizer.param_groups:
+        for group in self._ready.optimizer.param_groups:
             group["lr"] = rate
-        self._optimizer.step()
+        self._ready.optimizer.step()
 
     def _validation_loss(self) -> float:
-        self._student.model.eval()
-        loss = text_loss(self._student, self._judged, self._config.batch)
-        self._student.model.train()
+        self._ready.student.model.eval()
+        loss = text_loss(self._ready.student, self._ready.judged, self._config.batch)
+        self._ready.student.model.train()
         if not math.isfinite(loss):
             raise NumericsError(self._not_finite(self.step))
         return loss
@@ -298,8 +259,7 @@ class Uptraining:
         """Replace the weights, write down what was done, and only then drop the training checkpoint."""
         if self.curve.rows[-1].validation_loss is None:  # an interrupt came between the last step and its judgement
             self.curve.rows[-1] = replace(self.curve.rows[-1], validation_loss=self._validation_loss())
-        if self.saved_step != self.step:  # a disk that is full now must not cost the training
-            self.save()
+        self.save()  # a disk that is full now must not cost the training
         validations = self.curve.validations
         result = UptrainResult(
             steps=self.num_steps,
@@ -311,7 +271,7 @@ class Uptraining:
             curve=self.curve,
         )
         with uninterrupted():
-            replace_weights(self._directory, self._student.model.state_dict())
+            replace_weights(self._ready.folder.source, self._ready.student.model.state_dict())
             self.curve.write(self._directory / CURVE_FILE)
             add_record(self._directory, self._record() | result.facts())
             checkpoints.remove_all(self._directory)
@@ -319,15 +279,13 @@ class Uptraining:
 
     def _record(self) -> dict[str, object]:
         """What `conversion.json` says of the training, besides what it came to."""
+        plan = self._plan
         return {
-            "teacher": self._training.teacher,
-            "texts": [{"name": text.name, "sha256": text.sha256} for text in self._texts],
-            "text_tokens": self._text.num_tokens,
-            "held_out": self._held_out_text.name if self._held_out_text else "the last part of the texts",
-            "held_out_tokens": self._judged.numel(),
-            "settings": self._training.settings | {"learning_rate": self._config.learning_rate},
+            "teacher": plan.teacher,
+            "texts": [asdict(text) for text in plan.texts],
+            "text_tokens": self._ready.text.num_tokens,
+            "held_out": plan.held_out.name if plan.held_out else "the last part of the texts",
+            "held_out_tokens": self._ready.judged.numel(),
+            "minutes": plan.minutes,
+            "settings": plan.settings | {"learning_rate": plan.learning_rate},
         }
-
-
-def _files_hash(directory: Path, progress: Progress) -> str:
-    return FilesHash((directory / "config.json", *SafetensorsCheckpoint(directory).files)).get(progress)

@@ -12,14 +12,17 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from kvist.checks import check_integer, check_number
 from kvist.convert.uptrain_curve import Curve
+from kvist.convert.uptrain_plan import TrainingPlan
 from kvist.errors import ModelFileError, OptionError, shown
 from kvist.loading.cache_folder import move_into_place
 from kvist.loading.safetensors_writer import TensorSpec, write_safetensors
@@ -28,27 +31,8 @@ from kvist.loading.untrusted_file import read_json, write_json
 FOLDER = "uptraining"
 _TENSORS, _FIELDS, _CURVE = "training.safetensors", "training.json", "curve.jsonl"
 _PREFIX, _PARTIAL = "step-", ".partial"
-_VERSION = 1
+_VERSION = 2
 _MOMENTS = {"first": "exp_avg", "second": "exp_avg_sq"}
-
-
-@dataclass(frozen=True)
-class TrainingPlan:
-    """What makes a training the one that it is. One that goes on must have the same.
-
-    Attributes:
-        settings: the options that decide the outcome, `compute` as resolved.
-        teacher: its name.
-        teacher_hash: of its files.
-        texts: name and SHA-256 of each, those held out too.
-        num_steps: of the schedule.
-    """
-
-    settings: dict[str, object]
-    teacher: str
-    teacher_hash: str
-    texts: dict[str, str]
-    num_steps: int
 
 
 @dataclass(frozen=True)
@@ -110,13 +94,15 @@ def latest(directory: Path) -> TrainingCheckpoint | None:
     if not found:
         return None
     fields = read_json(found[-1] / _FIELDS)
+    if fields.get("version") != _VERSION:
+        raise ModelFileError(f"{found[-1]} was written by another version of Kvist: {_START_AGAIN}")
     try:
-        if fields["version"] != _VERSION:
-            raise ModelFileError(f"{found[-1]} was written by another version of Kvist: {_START_AGAIN}")
-        plan = TrainingPlan(**fields["plan"])  # type: ignore[arg-type]
-        return TrainingCheckpoint(found[-1], plan, int(fields["step"]), float(fields["seconds"]))  # type: ignore[call-overload, arg-type]
-    except (KeyError, TypeError, ValueError) as error:
+        plan = TrainingPlan.parsed(fields.get("plan"))
+        step = check_integer("step", fields.get("step"), 1, plan.num_steps)
+        seconds = check_number("seconds", fields.get("seconds"), 0)
+    except ValueError as error:
         raise ModelFileError(f"{found[-1] / _FIELDS} is damaged ({shown(str(error))}): {_START_AGAIN}") from error
+    return TrainingCheckpoint(found[-1], plan, step, seconds)
 
 
 def remove_all(directory: Path) -> None:
@@ -156,12 +142,12 @@ def save(
         aside.mkdir(parents=True)
         _write_tensors(aside / _TENSORS, trained, optimizer, random)
         curve.write(aside / _CURVE)
-        write_json(aside / _FIELDS, {"version": _VERSION, "plan": asdict(plan), "step": step, "seconds": seconds})
-        if target.exists():  # the same step once more: the same bits
-            shutil.rmtree(target)
+        write_json(aside / _FIELDS, {"version": _VERSION, "plan": plan.as_json(), "step": step, "seconds": seconds})
         move_into_place(aside, target)
     except OSError as error:
         shutil.rmtree(aside, ignore_errors=True)
+        with suppress(OSError):  # others are in it
+            folder.rmdir()
         raise OptionError(
             f"the training cannot be saved in {folder}: {error.strerror or error}; free some space or permit it, then "
             "go on from the training checkpoint before with --resume"
@@ -174,29 +160,6 @@ def save(
 def checkpoint_bytes(trained: Mapping[str, torch.nn.Parameter]) -> int:
     """What a training checkpoint takes on disk."""
     return sum(parameter.numel() for parameter in trained.values()) * 4 * (1 + len(_MOMENTS))
-
-
-def differences(earlier: TrainingPlan, now: TrainingPlan) -> list[str]:
-    """What a training that is to go on has other than before, in words; empty where nothing."""
-    found = [
-        f"{name} was {shown(earlier.settings.get(name))} and is {shown(value)}"
-        for name, value in now.settings.items()
-        if earlier.settings.get(name) != value
-    ]
-    if earlier.texts != now.texts:
-        found.append("the texts are others")
-    if earlier.teacher_hash != now.teacher_hash:
-        found.append(f"the teacher was {earlier.teacher} and is {now.teacher}, or its files changed")
-    return found
-
-
-def settings_of(config: object, compute: str) -> dict[str, object]:
-    """The options that decide what comes out. How long and how often is not among them, and neither is the rate: a
-    training that ran into NaN goes on with a lower one.
-    """
-    free = ("steps", "minutes", "save_minutes", "learning_rate")
-    fields = {name: value for name, value in vars(config).items() if name not in free}
-    return {**fields, "compute": compute}
 
 
 def _write_tensors(

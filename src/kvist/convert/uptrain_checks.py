@@ -6,17 +6,18 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvist.convert.uptrain_checkpoint import TrainingCheckpoint, TrainingPlan, differences
+from kvist.convert.uptrain_checkpoint import TrainingCheckpoint
 from kvist.convert.uptrain_config import UptrainConfig
-from kvist.convert.uptrain_finish import stored_tensors
-from kvist.convert.uptrain_models import ModelFolder
+from kvist.convert.uptrain_finish import record_of
+from kvist.convert.uptrain_folder import ModelFolder
+from kvist.convert.uptrain_plan import TrainingPlan
 from kvist.errors import ContextFullError, OptionError
 from kvist.evaluate.text_windows import EvaluationText
 from kvist.memory import distinct_sizes
 
 
-def check_resume(directory: Path, found: TrainingCheckpoint | None, resume: bool) -> None:
-    """Refuse to begin where a training waits to go on, and to go on where there is none."""
+def check_resume(directory: Path, found: TrainingCheckpoint | None, resume: bool, config: UptrainConfig) -> None:
+    """Refuse to begin where a training waits to go on, to go on where there is none, and to begin for no length."""
     if found and not resume:
         raise OptionError(
             f"{directory} holds a training that stopped after step {found.step:,} of {found.plan.num_steps:,}: go on "
@@ -24,10 +25,12 @@ def check_resume(directory: Path, found: TrainingCheckpoint | None, resume: bool
         )
     if resume and not found:
         raise OptionError(f"there is no training checkpoint in {directory}: leave --resume out")
+    if not found and config.steps is None and config.minutes is None:
+        raise OptionError("give either steps or minutes: one of them says how long to train")
 
 
 def check_student(student: ModelFolder, texts: Sequence[EvaluationText], config: UptrainConfig) -> None:
-    """Refuse what the student cannot be trained with."""
+    """Refuse what the student cannot be trained with, or what could not be written at the end."""
     if not texts:
         raise OptionError("there is no text to train on: give --text FILE")
     if config.sequence > student.config.max_context:
@@ -35,13 +38,13 @@ def check_student(student: ModelFolder, texts: Sequence[EvaluationText], config:
             f"sequences of {config.sequence:,} tokens exceed the model's context of {student.config.max_context:,}: "
             "take shorter ones"
         )
-    stored_tensors(student.path)
+    record_of(student.path)
 
 
 def check_teacher(student: ModelFolder, teacher: ModelFolder, texts: Sequence[EvaluationText]) -> None:
     """Refuse a teacher that the student cannot learn from: it has another vocabulary, or other layers."""
     ours, theirs, advice = student.config, teacher.config, "take the model that it was converted from"
-    if student.path == teacher.path.absolute():
+    if student.path.resolve() == teacher.path.resolve():
         raise OptionError(f"the teacher is {student.path} itself: {advice}")
     if ours.vocab_size != theirs.vocab_size:
         raise OptionError(
@@ -60,24 +63,24 @@ def check_teacher(student: ModelFolder, teacher: ModelFolder, texts: Sequence[Ev
         )
 
 
-def check_same(found: TrainingCheckpoint, plan: TrainingPlan, config: UptrainConfig) -> None:
+def check_same(found: TrainingCheckpoint, plan: TrainingPlan) -> None:
     """Refuse to go on with other options than before."""
-    changed = differences(found.plan, plan)
-    if config.steps is not None and config.steps != found.plan.num_steps:
-        changed.append(f"steps was {found.plan.num_steps} and is {config.steps}")
-    if changed:
+    if changed := found.plan.differences(plan):
         raise OptionError(
             f"the training in {found.path.parent} cannot go on: {'; '.join(changed)}: give the same options, or "
             "--restart"
         )
 
 
-def check_space(directory: Path, checkpoint_bytes: int) -> None:
+def check_space(student: ModelFolder, checkpoint_bytes: int, found: TrainingCheckpoint | None, train: str) -> None:
     """Refuse a disk that would fill: two training checkpoints lie there for a moment, or one and the new weights."""
-    needed, free = 2 * checkpoint_bytes, shutil.disk_usage(directory).free
+    weights = sum(tensor.num_bytes for tensor in student.source.checkpoint.all_stored)
+    there = checkpoint_bytes if found else 0
+    needed, free = checkpoint_bytes + max(checkpoint_bytes, weights) - there, shutil.disk_usage(student.path).free
     if needed > free:
         takes, has = distinct_sizes(needed, free)
+        fewer = ", or train fewer weights with --train attention" if train == "all" else ""
         raise OptionError(
-            f"training checkpoints in {directory} take {takes}, and {has} are free on its disk: free some, or train "
-            "fewer weights with --train attention"
+            f"training checkpoints and new weights in {student.path} take {takes}, and {has} are free on its disk: "
+            f"free some{fewer}"
         )

@@ -10,6 +10,7 @@ from kvist.errors import OptionError
 
 TRAINED = ("all", "attention")
 COMPUTE = ("auto", "fp32", "bf16")
+DEFAULT_LEARNING_RATE = 3e-4
 
 # Of a schedule: far more than any machine takes.
 _MOST_STEPS = 10_000_000
@@ -22,9 +23,10 @@ class UptrainConfig:
     Args:
         steps: how many; None where `minutes` says it.
         minutes: in place of `steps`, how long it may take: as many steps are planned as fit, by the time of the first.
+            A training that goes on has its steps, and needs neither.
         sequence: tokens of a sequence; a BOS token counts.
         batch: sequences of a step.
-        learning_rate: the highest of the schedule.
+        learning_rate: the highest of the schedule; None for 3e-4, or what a training that goes on had.
         weight_decay: of matrices; vectors have none.
         logit_weight: of the divergence from the teacher's predictions.
         attention_weight: of the difference from its layers' attention outputs.
@@ -44,7 +46,7 @@ class UptrainConfig:
     minutes: float | None = None
     sequence: int = 256
     batch: int = 8
-    learning_rate: float = 3e-4
+    learning_rate: float | None = None
     weight_decay: float = 0.0
     logit_weight: float = 1.0
     attention_weight: float = 1.0
@@ -57,7 +59,7 @@ class UptrainConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if (self.steps is None) == (self.minutes is None):
+        if self.steps is not None and self.minutes is not None:
             raise OptionError("give either steps or minutes: one of them says how long to train")
         if self.steps is not None:
             check_integer("steps", self.steps, 1, _MOST_STEPS)
@@ -65,7 +67,8 @@ class UptrainConfig:
             check_number("minutes", self.minutes, 0, open_low=True)
         check_integer("sequence", self.sequence, 2)
         check_integer("batch", self.batch, 1)
-        check_number("learning_rate", self.learning_rate, 0, open_low=True)
+        if self.learning_rate is not None:
+            check_number("learning_rate", self.learning_rate, 0, open_low=True)
         check_number("save_minutes", self.save_minutes, 0)
         for name in ("weight_decay", "logit_weight", "attention_weight", "text_weight"):
             check_number(name, getattr(self, name), 0)

@@ -2,78 +2,98 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator, Mapping
+import shutil
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import torch
 
+from kvist.convert.converted_weights import ConvertedWeights
 from kvist.convert.record import CONVERSION_FILE
+from kvist.convert.source import Source
+from kvist.convert.uptrain_folder import transformers_name
 from kvist.errors import ModelFileError, OptionError, shown
 from kvist.loading.cache_folder import move_into_place
-from kvist.loading.checkpoint import PLAIN_DTYPES
+from kvist.loading.progress import no_progress
 from kvist.loading.safetensors_checkpoint import INDEX, SINGLE
-from kvist.loading.safetensors_writer import TensorSpec, write_safetensors
 from kvist.loading.untrusted_file import read_json, write_json
 
 _PARTIAL = ".partial"
 _SHARD = re.compile(r"(?P<stem>.*?)(?:-t\d+)?\.safetensors")
 
 
-def stored_tensors(directory: Path) -> dict[str, dict[str, TensorSpec]]:
-    """Shape and dtype of every tensor in a folder in Hugging Face format, by its file's name and its own.
+def trained_tensors(source: Source, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A model's weights by the names that its files have for them. What else lies in the files is not among them.
+
+    Args:
+        source: the files.
+        state: the weights, by the names of transformers' text model.
 
     Raises:
-        ModelFileError: a tensor is no plain floating-point one.
+        ModelFileError: the files hold a tensor of a decoder that the model does not have.
     """
-    names = [SINGLE]
-    if not (directory / SINGLE).is_file():
-        weight_map = read_json(directory / INDEX)["weight_map"]
-        assert isinstance(weight_map, dict)
-        names = sorted(set(weight_map.values()))
-    return {name: _header(directory / name) for name in names}
+    found = {}
+    for name in source.checkpoint.names():
+        stored, tensor = source.checkpoint.stored(name), state.get(transformers_name(name))
+        if tensor is None or tuple(tensor.shape) != stored.shape:
+            raise ModelFileError(
+                f"{stored.file} holds {shown(stored.stored_name)} of shape {list(stored.shape)}, which the model that "
+                "would be trained does not have: convert it again"
+            )
+        found[stored.stored_name] = tensor.detach()
+    return found
 
 
-def replace_weights(directory: Path, state: Mapping[str, torch.Tensor]) -> None:
-    """Write a model's weights in the place of its folder's, each in the dtype that it had.
+def replace_weights(source: Source, state: Mapping[str, torch.Tensor]) -> None:
+    """Write a model's weights in the place of its folder's, each in the dtype that it had; what else is there stays.
 
     What readers find is all old or all new: one file is renamed over the old one; shards get names of their own, and
     the index that leads to them is renamed.
 
     Args:
-        directory: in Hugging Face format.
-        state: the weights by their names in the files.
+        source: the folder's files.
+        state: as in `trained_tensors`.
 
     Raises:
-        ModelFileError: the files hold a tensor that the model does not have.
         OptionError: they cannot be written. The old ones are still there.
     """
-    stored = stored_tensors(directory)
-    for specs in stored.values():
-        for name, spec in specs.items():
-            if name not in state or tuple(state[name].shape) != spec.shape:
-                raise ModelFileError(f"{directory} holds {shown(name)}, which the trained model does not have")
-    made: list[Path] = []
+    directory, trained = source.directory, trained_tensors(source, state)
+    stored = {tensor.stored_name: tensor for tensor in source.checkpoint.all_stored}
+    aside = directory / f".trained{_PARTIAL}"
     try:
-        for file, specs in stored.items():
-            aside = directory / f".{file}{_PARTIAL}"
-            made.append(aside)
-            _write_file(aside, specs, state)
-        if list(stored) == [SINGLE]:
-            move_into_place(made[0], directory / SINGLE)
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir()
+        with ConvertedWeights(aside, stored, {name: tuple(tensor.shape) for name, tensor in trained.items()}) as made:
+            for name, tensor in trained.items():
+                made.write(name, tensor)
+            made.copy_others(no_progress)
+        if (aside / SINGLE).exists():
+            move_into_place(aside / SINGLE, directory / SINGLE)
         else:
-            _replace_shards(directory, dict(zip(stored, made, strict=True)))
+            _replace_shards(directory, aside, sorted({tensor.file.name for tensor in stored.values()}))
     except OSError as error:
         raise OptionError(
             f"the trained weights cannot be written in {directory}: {error.strerror or error}; free some space or "
             "permit it, then give --resume: the training itself is kept"
         ) from error
     finally:
-        for aside in made:
-            with suppress(OSError):
-                aside.unlink(missing_ok=True)
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def record_of(directory: Path) -> tuple[dict[str, object], list[object]]:
+    """What `conversion.json` says, and the list in it of the trainings before; nothing where there is no such file.
+
+    Raises:
+        ModelFileError: it is damaged.
+    """
+    path = directory / CONVERSION_FILE
+    record = read_json(path) if path.exists() else {}
+    earlier = record.get("uptraining", [])
+    if not isinstance(earlier, list):
+        raise ModelFileError(f"{path} is damaged, its uptraining is {shown(earlier)}: take that out, or convert again")
+    return record, earlier
 
 
 def add_record(directory: Path, entry: Mapping[str, object]) -> None:
@@ -83,12 +103,10 @@ def add_record(directory: Path, entry: Mapping[str, object]) -> None:
         OptionError: it cannot be written.
     """
     path = directory / CONVERSION_FILE
-    record = read_json(path) if path.exists() else {}
-    earlier = record.get("uptraining", [])
-    record["uptraining"] = [*(earlier if isinstance(earlier, list) else []), dict(entry)]
+    record, earlier = record_of(directory)
     aside = directory / f".{CONVERSION_FILE}{_PARTIAL}"
     try:
-        write_json(aside, record)
+        write_json(aside, {**record, "uptraining": [*earlier, dict(entry)]})
         move_into_place(aside, path)
     except OSError as error:
         with suppress(OSError):
@@ -98,23 +116,18 @@ def add_record(directory: Path, entry: Mapping[str, object]) -> None:
         ) from error
 
 
-def _replace_shards(directory: Path, made: Mapping[str, Path]) -> None:
+def _replace_shards(directory: Path, made: Path, files: Sequence[str]) -> None:
     index = read_json(directory / INDEX)
     generation = sum(1 for _ in directory.glob("*.safetensors"))
-    names = {old: _next_name(directory, old, generation) for old in made}
-    for old, aside in made.items():
-        move_into_place(aside, directory / names[old])
+    names = {old: _next_name(directory, old, generation) for old in files}
     weight_map = index["weight_map"]
     assert isinstance(weight_map, dict)
     index["weight_map"] = {name: names[file] for name, file in weight_map.items()}
-    aside = directory / f".{INDEX}{_PARTIAL}"
-    try:
-        write_json(aside, index)
-        move_into_place(aside, directory / INDEX)
-    finally:
-        with suppress(OSError):
-            aside.unlink(missing_ok=True)
-    for old in made:
+    write_json(made / INDEX, index)
+    for old, new in names.items():
+        move_into_place(made / old, directory / new)
+    move_into_place(made / INDEX, directory / INDEX)
+    for old in files:
         (directory / old).unlink(missing_ok=True)
 
 
@@ -125,34 +138,3 @@ def _next_name(directory: Path, file: str, generation: int) -> str:
     while (directory / (name := f"{stem}-t{generation}.safetensors")).exists():
         generation += 1
     return name
-
-
-def _write_file(path: Path, specs: Mapping[str, TensorSpec], state: Mapping[str, torch.Tensor]) -> None:
-    def parts(name: str) -> Iterator[torch.Tensor]:
-        return _parts(state[name], specs[name])
-
-    write_safetensors(path, specs, parts, lambda written: None)
-
-
-def _parts(tensor: torch.Tensor, spec: TensorSpec) -> Iterator[torch.Tensor]:
-    """A tensor in its dtype, some rows at a time."""
-    if tensor.dim() < 2:
-        yield tensor.detach().to(spec.dtype)
-        return
-    rows = max(1, (8 << 20) // max(1, tensor.shape[1:].numel()))
-    for part in torch.split(tensor.detach(), rows):
-        yield part.to(spec.dtype)
-
-
-def _header(file: Path) -> dict[str, TensorSpec]:
-    with file.open("rb") as stream:
-        header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-    specs = {}
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        dtype = PLAIN_DTYPES.get(entry["dtype"])
-        if dtype is None:
-            raise ModelFileError(f"{file}: {shown(name)} is stored as {entry['dtype']}, which is not trained")
-        specs[name] = TensorSpec(tuple(entry["shape"]), dtype)
-    return specs

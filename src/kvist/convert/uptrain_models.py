@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn import functional
 
-from kvist.config import ModelConfig
-from kvist.errors import ModelFileError, ModelNotFoundError, OptionError
-from kvist.loading.prepared import prepared_copy
-from kvist.loading.progress import Progress
-from kvist.loading.resolve import resolve
-from kvist.loading.safetensors_checkpoint import SafetensorsCheckpoint
-from kvist.loading.tokenizer import Tokenizer
-from kvist.loading.untrusted_file import errors_about, read_json
-from kvist.models.registry import decoder_config
-
-Autocast = Callable[[], AbstractContextManager[object]]
-
-# A product of this size is timed in both dtypes: 512 rows through a matrix of a small model.
-_PROBE_ROWS, _PROBE_COLUMNS, _PROBE_REPETITIONS = 512, 1024, 3
+from kvist.convert.uptrain_compute import Autocast
+from kvist.convert.uptrain_folder import ModelFolder, transformers_name
+from kvist.errors import ModelFileError, OptionError, shown
 
 
 @dataclass(frozen=True)
@@ -73,74 +58,53 @@ class Trained:
         return logits if self.softcap is None else self.softcap * (logits.float() / self.softcap).tanh()
 
     def choose_trained(self, train: str) -> dict[str, torch.nn.Parameter]:
-        """Let gradients reach what is to be trained, and nothing else; returns it by name."""
+        """Let gradients reach what is to be trained, and nothing else; returns it by name.
+
+        All weights get memory of their own, since they may be mapped from files that the training replaces.
+        """
         chosen = {}
         for name, parameter in self.model.named_parameters():
+            parameter.data = parameter.data.clone()
             parameter.requires_grad_(train == "all" or ".self_attn." in name)
             if parameter.requires_grad:
                 chosen[name] = parameter
         return chosen
 
 
-@dataclass(frozen=True)
-class ModelFolder:
-    """A model's files in Hugging Face format, looked at before anything is loaded.
-
-    Attributes:
-        path: the folder; the prepared copy of a GGUF file.
-        name: what the model goes by.
-        config: of the model.
-        tokenizer: of the model.
-    """
-
-    path: Path
-    name: str
-    config: ModelConfig
-    tokenizer: Tokenizer
-
-    @classmethod
-    def find(cls, model: str, progress: Progress) -> ModelFolder:
-        """The folder of a model by path, name or Hub id; a GGUF file is de-quantised.
-
-        Raises:
-            KvistError: it is not there, damaged, or of a family that is not run.
-        """
-        source = resolve(model, progress)
-        path = prepared_copy(source.path, "fp32", progress) if source.is_gguf else source.path
-        with errors_about(path / "config.json"):
-            config = decoder_config(read_json(path / "config.json"))
-        SafetensorsCheckpoint(path)  # refuses pickles, and what is damaged, in words of its own
-        return cls(path, source.name, config, Tokenizer.from_directory(path))
-
-    @classmethod
-    def student(cls, path: Path) -> ModelFolder:
-        """The folder of a model that is to be trained in place.
-
-        Raises:
-            ModelNotFoundError: there is none.
-        """
-        if not path.is_dir():
-            raise ModelNotFoundError(
-                f"there is no folder {path}: make one with `kvist convert gqa SRC {path} --kv-heads N` first"
-            )
-        return cls.find(str(path.absolute()), lambda stage, done, total: None)
-
-
-def load_model(folder: Path, dtype: torch.dtype, autocast: Autocast) -> Trained:
+def load_model(folder: ModelFolder, dtype: torch.dtype, autocast: Autocast) -> Trained:
     """A model with its weights in `dtype`, in evaluation mode and without gradients.
+
+    It is the text model alone, also where the files hold others beside it. Its weights may be mapped from them.
 
     Raises:
         OptionError: transformers is not installed.
         ModelFileError: it does not load.
     """
     transformers = import_transformers()
+    source = folder.source
+    weights = {transformers_name(name): source.checkpoint.read(name, dtype) for name in source.names.values()}
     try:
         with _quiet(transformers):
-            model = transformers.AutoModelForCausalLM.from_pretrained(
-                str(folder), dtype=dtype, attn_implementation="sdpa", local_files_only=True, use_safetensors=True
+            config = transformers.AutoConfig.from_pretrained(str(folder.path), local_files_only=True)
+            config = config.get_text_config(decoder=True)
+            config.tie_word_embeddings = folder.config.tie_embeddings
+            model, found = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
+                None,
+                config=config,
+                state_dict=weights,
+                dtype=dtype,
+                attn_implementation="sdpa",
+                output_loading_info=True,
             )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ModelFileError(f"{folder} does not load in transformers: {' '.join(str(error).split())[:300]}") from error
+        raise ModelFileError(
+            f"{folder.path} does not load in transformers: {' '.join(str(error).split())[:300]}"
+        ) from error
+    # What is missing would hold random numbers, and be trained from them.
+    if differing := sorted({*found["missing_keys"], *found["unexpected_keys"]}):
+        raise ModelFileError(
+            f"{folder.path} does not load in transformers: it differs in {shown(differing[0])}: fetch it again"
+        )
     return Trained.of(model.eval().requires_grad_(False), autocast)
 
 
@@ -165,27 +129,3 @@ def _quiet(transformers: Any) -> Iterator[None]:
     finally:
         if bars:
             transformers.utils.logging.enable_progress_bar()
-
-
-def resolved_compute(compute: str) -> str:
-    """`fp32` or `bf16`: for `auto` the faster of both here, by the time of a product."""
-    if compute != "auto":
-        return compute
-    return "bf16" if _product_seconds(torch.bfloat16) < _product_seconds(torch.float32) else "fp32"
-
-
-def autocast_of(compute: str) -> Autocast:
-    """The context in which the forward pass runs."""
-    return partial(torch.autocast, "cpu", torch.bfloat16) if compute == "bf16" else nullcontext
-
-
-def _product_seconds(dtype: torch.dtype) -> float:
-    rows = torch.ones(_PROBE_ROWS, _PROBE_COLUMNS, dtype=dtype)
-    matrix = torch.ones(_PROBE_COLUMNS, _PROBE_COLUMNS, dtype=dtype)
-    functional.linear(rows, matrix)
-    found = []
-    for _ in range(_PROBE_REPETITIONS):
-        began_s = time.perf_counter()
-        functional.linear(rows, matrix)
-        found.append(time.perf_counter() - began_s)
-    return min(found)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from kvist.convert.converted_weights import ConvertedWeights
 from kvist.convert.destination import made_aside
 from kvist.convert.record import CONVERSION_FILE, Conversion, LayerConversion
 from kvist.convert.source import Source, config_with_kv_heads
+from kvist.errors import ModelFileError
 from kvist.loading.progress import Progress
 from kvist.loading.safetensors_checkpoint import SafetensorsCheckpoint
 from kvist.loading.untrusted_file import read_json, write_json
@@ -21,7 +21,8 @@ from kvist.models.registry import decoder_config
 # What belongs to a model beside its weights: configurations, tokenizers, templates, licences. Copied as they are.
 _KEPT_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".md", ".tiktoken")
 _KEPT_NAMES = ("LICENSE", "LICENCE", "NOTICE")
-_NOT_KEPT = ("config.json", "prepared.json", "model.safetensors.index.json", CONVERSION_FILE)
+_NOT_KEPT = ("config.json", "prepared.json", "adapter_config.json", CONVERSION_FILE)
+_INDEX_SUFFIX = ".index.json"  # of weights in one format or another, which are not copied
 
 
 def write_conversion(
@@ -47,6 +48,8 @@ def write_conversion(
 
     Raises:
         OptionError: the target cannot be written; what was there is as it was.
+        ModelFileError: a file of the source cannot be read; the same.
+        NumericsError: new weights are beyond what the source's dtype holds; the same.
     """
     tensors = {tensor.stored_name: tensor for tensor in source.checkpoint.all_stored}
     stored_names = {parameter: source.checkpoint.stored(name).stored_name for parameter, name in source.names.items()}
@@ -80,9 +83,20 @@ def write_conversion(
 
 def _copy_files(source: Path, directory: Path) -> None:
     for file in sorted(source.iterdir()):
-        kept = file.suffix in _KEPT_SUFFIXES or file.name.startswith(_KEPT_NAMES)
-        if kept and file.name not in _NOT_KEPT and not file.name.startswith(".") and file.is_file():
-            shutil.copyfile(file, directory / file.name)
+        if not _is_kept(file):
+            continue
+        try:
+            data = file.read_bytes()
+        except OSError as error:
+            raise ModelFileError(f"{file} cannot be read: {error.strerror or error}") from error
+        (directory / file.name).write_bytes(data)
+
+
+def _is_kept(file: Path) -> bool:
+    name = file.name
+    if name in _NOT_KEPT or name.startswith(".") or name.endswith(_INDEX_SUFFIX):
+        return False
+    return (file.suffix in _KEPT_SUFFIXES or name.startswith(_KEPT_NAMES)) and file.is_file()
 
 
 def _check(directory: Path) -> None:
