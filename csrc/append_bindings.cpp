@@ -19,7 +19,7 @@ namespace {
 AppendInput check_vectors(const char* name, const AnyArray& array, const PageStep& step, const LayerPages& layer) {
     check_numbers(name, array, 3);
     check_shape(name, array, {step.pages().num_tokens, layer.num_kv_heads, layer.head_dim});
-    step.check_apart(name, array);
+    step.check_apart(name, extent(array));
     return {array.data(), static_cast<std::ptrdiff_t>(array.stride(0)), static_cast<std::ptrdiff_t>(array.stride(1)),
             is_bf16(array)};
 }

@@ -35,7 +35,7 @@ void check_heads(const char* name, const AnyArray& array, const PageStep& step, 
         return std::string(name) + " has " + std::to_string(array.shape(1)) + " heads: it must be a multiple of the " +
                std::to_string(layer.num_kv_heads) + " KV heads";
     });
-    step.check_apart(name, array);
+    step.check_apart(name, extent(array));
 }
 
 // Whether no two elements of [T, H, D] share memory: the vectors of the nearer dimension lie within the farther's

@@ -123,6 +123,11 @@ struct Extent {
     bool overlaps(const Extent& other) const { return start < other.stop && other.start < stop; }
 };
 
+// Whether an array that is written to and another lie apart.
+inline void check_apart(const char* name, const Extent& of, const char* other_name, const Extent& other) {
+    check(!of.overlaps(other), [&] { return std::string(name) + " and " + other_name + " must not overlap"; });
+}
+
 inline Extent extent(const AnyArray& array) {
     if (array.size() == 0) return {};
     std::int64_t first = 0, last = 0;

@@ -125,7 +125,7 @@ void run_layer(const Layer& layer, const StepPages& step, const LayerPages& page
 
     each_chunk([&](std::size_t first, std::size_t count) {
         const float* x = hidden.x + first * embed_dim;
-        run_rows(table.norm_rows, {x, at.normed, layer.input_norm, layer.eps, count, embed_dim}, count * embed_dim,
+        run_rows(table.norm_rows, {x, at.normed, layer.input_norm, layer.norms, count, embed_dim}, count * embed_dim,
                  num_threads);
         clock.ends(LayerStage::kNorms);
         const Product products[] = {{layer.q.weight, rows_of(layer.q, at.q + first * query_dims)},
@@ -139,7 +139,7 @@ void run_layer(const Layer& layer, const StepPages& step, const LayerPages& page
         const std::size_t dims = matrix.weight->num_rows;
         if (matrix.bias == nullptr && norm == nullptr && !turns) return;
         run_rows(table.prepare_heads,
-                 {rows, matrix.bias, norm, layer.eps, turns ? hidden.cos : nullptr, turns ? hidden.sin : nullptr,
+                 {rows, matrix.bias, norm, layer.norms, turns ? hidden.cos : nullptr, turns ? hidden.sin : nullptr,
                   num_rows, dims / head_dim, head_dim},
                  num_rows * dims, num_threads);
     };
@@ -174,8 +174,8 @@ void run_layer(const Layer& layer, const StepPages& step, const LayerPages& page
         multiply(layer.o, at.mixed + first * query_dims, at.y, count, num_threads);
         clock.ends(LayerStage::kProducts);
         run_rows(table.add_rows,
-                 {x, at.y, layer.o.bias, layer.attention_output_norm, at.normed, layer.mlp_input_norm, layer.eps, count,
-                  embed_dim},
+                 {x, at.y, layer.o.bias, layer.attention_output_norm, at.normed, layer.mlp_input_norm, layer.norms,
+                  count, embed_dim},
                  count * embed_dim, num_threads);
         clock.ends(LayerStage::kResiduals);
         const Product products[] = {{layer.gate.weight, rows_of(layer.gate, at.gate)},
@@ -189,16 +189,16 @@ void run_layer(const Layer& layer, const StepPages& step, const LayerPages& page
         multiply(layer.down, at.gate, at.y, count, num_threads);
         clock.ends(LayerStage::kProducts);
         run_rows(table.add_rows,
-                 {x, at.y, layer.down.bias, layer.mlp_output_norm, nullptr, nullptr, layer.eps, count, embed_dim},
+                 {x, at.y, layer.down.bias, layer.mlp_output_norm, nullptr, nullptr, layer.norms, count, embed_dim},
                  count * embed_dim, num_threads);
         clock.ends(LayerStage::kResiduals);
     });
 }
 
-void run_norm(const HiddenStates& hidden, std::size_t embed_dim, const float* norm, float eps, float* out,
+void run_norm(const HiddenStates& hidden, std::size_t embed_dim, const float* norm, NormNumbers numbers, float* out,
               int num_threads) {
-    run_rows(kernels().norm_rows, {hidden.x, out, norm, eps, hidden.num_rows, embed_dim}, hidden.num_rows * embed_dim,
-             num_threads);
+    run_rows(kernels().norm_rows, {hidden.x, out, norm, numbers, hidden.num_rows, embed_dim},
+             hidden.num_rows * embed_dim, num_threads);
 }
 
 }  // namespace kvist

@@ -26,7 +26,13 @@ struct LayerMatrix {
     const float* bias;  // [N] or null
 };
 
-// Made once. Norms are what normed rows are multiplied by; null where the layer has none.
+// x (weight + offset) / sqrt(mean(x^2) + eps)
+struct NormNumbers {
+    float eps;
+    float offset;  // 1 where weights are kept less 1
+};
+
+// Made once. Norms are their weights; null where the layer has none.
 struct Layer {
     LayerMatrix q, k, v, o, gate, up, down;
     const float* input_norm;             // [E]
@@ -35,7 +41,7 @@ struct Layer {
     const float* attention_output_norm;  // [E]
     const float* mlp_input_norm;         // [E]
     const float* mlp_output_norm;        // [E]
-    float eps;                           // of all norms
+    NormNumbers norms;                   // of all
     std::size_t embed_dim;               // E, a multiple of 32, as `num_heads * head_dim` and `mlp_dim` are
     std::size_t num_heads;               // H
     std::size_t num_kv_heads;            // K
@@ -65,7 +71,7 @@ void run_layer(const Layer& layer, const StepPages& step, const LayerPages& page
                const HiddenStates& hidden, int num_threads, std::int64_t* stage_ns);
 
 // `out` is the norm of all rows.
-void run_norm(const HiddenStates& hidden, std::size_t embed_dim, const float* norm, float eps, float* out,
+void run_norm(const HiddenStates& hidden, std::size_t embed_dim, const float* norm, NormNumbers numbers, float* out,
               int num_threads);
 
 // --- what the kernels between the products are told: rows of fp32, contiguous ---
@@ -74,7 +80,7 @@ struct NormTask {
     const float* x;
     float* out;
     const float* norm;
-    float eps;
+    NormNumbers numbers;
     std::size_t num_rows, dims;
 };
 
@@ -83,7 +89,7 @@ struct HeadsTask {
     float* rows;        // [T, heads, D]
     const float* bias;  // [heads, D]
     const float* norm;  // [D]
-    float eps;
+    NormNumbers numbers;
     const float* cos;  // [T, D], with `sin`
     const float* sin;
     std::size_t num_rows, num_heads, head_dim;
@@ -97,7 +103,7 @@ struct AddTask {
     const float* y_norm;    // or null
     float* normed;          // or null
     const float* x_norm;
-    float eps;
+    NormNumbers numbers;
     std::size_t num_rows, dims;
 };
 

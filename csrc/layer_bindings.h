@@ -13,7 +13,7 @@
 
 namespace kvist {
 
-// `HiddenStates` of Python. Keeps the arrays' memory alive.
+// `HiddenStates` of Python. Keeps the arrays' memory alive, and their sizes as they were checked.
 class HiddenRows {
 public:
     // x: [T, E] float32, contiguous. cos, sin: [T, 1, D] float32, contiguous.
@@ -27,39 +27,54 @@ public:
     // Whether the arrays lie apart from the pages of a step.
     void check_apart(const PageStep& step) const;
 
+    // Whether they lie apart from another array.
+    void check_apart(const char* name, const Extent& of) const;
+
     const HiddenStates& states() const { return states_; }
-    std::size_t embed_dim() const { return x_.shape(1); }
-    std::size_t head_dim() const { return cos_.shape(2); }
+    const Extent& x() const { return extents_[0]; }
+    std::size_t embed_dim() const { return embed_dim_; }
+    std::size_t head_dim() const { return head_dim_; }
 
 private:
     nanobind::ndarray<> x_;
     AnyArray cos_, sin_;
     HiddenStates states_{};
+    std::size_t embed_dim_ = 0, head_dim_ = 0;
+    Extent extents_[3];  // of x, cos and sin
 };
 
-// `Layer` of Python. Keeps the matrices alive; biases and norms are copied.
+// `Layer` of Python. Keeps matrices, biases and norms alive, and reads what is in them when it runs.
 class DecoderLayer {
 public:
     // matrices, biases: of q, k, v, o, gate, up and down. norms: before attention, of q, of k, after attention, before
-    // the MLP, after it. window: tokens that a query sees.
-    DecoderLayer(std::vector<nanobind::object> matrices, const std::vector<std::optional<AnyArray>>& biases,
-                 const std::vector<std::optional<AnyArray>>& norms, double eps, std::int64_t head_dim, double scale,
-                 std::optional<std::int64_t> window, const std::string& activation);
+    // the MLP, after it. norm_offset: what is added to them. window: tokens that a query sees.
+    DecoderLayer(std::vector<nanobind::object> matrices, std::vector<std::optional<AnyArray>> biases,
+                 std::vector<std::optional<AnyArray>> norms, double norm_offset, double eps, std::int64_t head_dim,
+                 double scale, std::optional<std::int64_t> window, const std::string& activation);
     DecoderLayer(const DecoderLayer&) = delete;
     DecoderLayer& operator=(const DecoderLayer&) = delete;
 
     // Checks that these belong together; null where there is nothing to do.
     const AttentionPlan* plan(PageStep& step, const PageLayer& pages, const HiddenRows& hidden) const;
 
+    // Whether an array that is written to lies apart from what the layer reads.
+    void check_apart(const char* name, const Extent& of) const;
+
     const Layer& layer() const { return layer_; }
 
 private:
-    const float* copied(const std::string& name, const std::optional<AnyArray>& array, std::size_t size);
+    const float* kept(std::string name, const std::optional<AnyArray>& array, std::size_t size);
+
+    struct Read {
+        std::string name;
+        Extent extent;
+    };
 
     Layer layer_{};
     std::optional<std::int64_t> window_;
     std::vector<nanobind::object> matrices_;
-    std::vector<std::vector<float>> vectors_;
+    std::vector<std::optional<AnyArray>> biases_, norms_;
+    std::vector<Read> reads_;
 };
 
 void bind_layer(nanobind::module_& m);

@@ -52,7 +52,7 @@ void apply(const LinearWeight& weight, const AnyArray& x, const nb::ndarray<>& o
     if (x.shape(0) == 0) return;
     check(out.shape(0) < 2 || row_stride(written) >= out.shape(1), "out must not overlap itself");
     check(!extent(written).overlaps(extent(x)), "x and out must not overlap");
-    check(!extent(written).overlaps(extent(weight.data())), "out must not overlap the weights");
+    check(!extent(written).overlaps(weight.bytes()), "out must not overlap the weights");
     const Product product{&matrix, {out.data(), row_stride(written), is_bf16(written)}};
     const InputRows rows{x.data(), row_stride(x), is_bf16(x)};
     nb::gil_scoped_release release;
@@ -109,7 +109,7 @@ void decode_rows(const LinearWeight& weight, const AnyArray& rows, const nb::nda
     });
     check(out.shape(0) < 2 || row_stride(written) >= out.shape(1), "out must not overlap itself");
     check(!extent(written).overlaps(extent(rows)), "rows and out must not overlap");
-    check(!extent(written).overlaps(extent(weight.data())), "out must not overlap the weights");
+    check(!extent(written).overlaps(weight.bytes()), "out must not overlap the weights");
     for (std::size_t i = 0; i < rows.shape(0); ++i) {
         check_between("a row", indices[i], 0, static_cast<std::int64_t>(matrix.num_rows) - 1);
     }
@@ -143,6 +143,7 @@ LinearWeight::LinearWeight(const std::string& format, std::int64_t num_rows, std
           "data must be contiguous");
     check(reinterpret_cast<std::uintptr_t>(data_.data()) % kTileLineBytes == 0, "data must be aligned to 64 bytes");
     matrix_.data = static_cast<const std::uint8_t*>(data_.data());
+    bytes_ = extent(data_);
 }
 
 void bind_linear(nb::module_& m) {

@@ -18,10 +18,11 @@ public:
     LinearWeight& operator=(const LinearWeight&) = delete;
 
     const WeightMatrix& matrix() const { return matrix_; }
-    const AnyArray& data() const { return data_; }
+    const Extent& bytes() const { return bytes_; }
 
 private:
     AnyArray data_;
+    Extent bytes_;
     WeightMatrix matrix_{};
 };
 

@@ -175,7 +175,7 @@ PageStep::PageStep(const nb::ndarray<>& pool, std::int64_t page_bytes, std::vect
     for (const AnyArray& table : turn_arrays_) {
         const float* data = check_floats("a table of turns", table, 3);
         check_shape("a table of turns", table, {table.shape(0), 2, table.shape(2)});
-        check_apart("a table of turns", table);
+        check_apart("a table of turns", extent(table));
         turns_.push_back({data, table.shape(0), table.shape(2)});
     }
 
@@ -188,9 +188,8 @@ PageStep::PageStep(const nb::ndarray<>& pool, std::int64_t page_bytes, std::vect
     pages_.row_pages = row_pages_.data();
 }
 
-void PageStep::check_apart(const char* name, const AnyArray& array) const {
-    check(!extent(array).overlaps(pool_extent_),
-          [&] { return std::string(name) + " and the pool must not overlap"; });
+void PageStep::check_apart(const char* name, const Extent& of) const {
+    kvist::check_apart(name, of, "the pool", pool_extent_);
 }
 
 void PageStep::check_layer(const PageLayer& layer) const {

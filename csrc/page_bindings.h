@@ -48,7 +48,7 @@ public:
     void check_layer(const PageLayer& layer) const;
 
     // Whether an array and the pool lie apart: what is written to one would change the other.
-    void check_apart(const char* name, const AnyArray& array) const;
+    void check_apart(const char* name, const Extent& of) const;
 
     // How attention is divided; kept, since the layers of a step are alike. The GIL must be held.
     const AttentionPlan& plan(std::size_t group_size, std::size_t num_kv_heads, std::int64_t window);

@@ -7,13 +7,16 @@
 #include <mutex>
 #include <new>
 #include <utility>
-#include <vector>
 
 namespace kvist {
 
-// Lends pieces of memory. There come to be as many as calls that run at the same time, whatever the threads that make
-// them. It is never destroyed: threads may be calling while the process ends.
+// Lends pieces of memory, as many as calls run at the same time, whatever the threads that make them. Few of them are
+// kept, and none that a step of ordinary length does not need: the system gets the others back. It is never destroyed:
+// threads may be calling while the process ends.
 class ScratchPool {
+    static constexpr std::size_t kMostIdle = 2;
+    static constexpr std::size_t kMostIdleBytes = std::size_t{128} << 20;
+
     class Piece {
     public:
         std::uint8_t* at_least(std::size_t bytes) {
@@ -25,6 +28,8 @@ class ScratchPool {
             }
             return memory_.get();
         }
+
+        std::size_t size() const { return size_; }
 
     private:
         static constexpr std::align_val_t kAlignment{64};
@@ -58,23 +63,18 @@ private:
     // The piece that was given back last: it is nearest to the caches.
     Piece take() {
         const std::lock_guard lock(mutex_);
-        ++lent_;
-        idle_.reserve(idle_.size() + lent_);  // so that giving back never fails
-        if (idle_.empty()) return {};
-        Piece piece = std::move(idle_.back());
-        idle_.pop_back();
-        return piece;
+        if (num_idle_ == 0) return {};
+        return std::move(idle_[--num_idle_]);
     }
 
     void give_back(Piece piece) {
         const std::lock_guard lock(mutex_);
-        --lent_;
-        idle_.push_back(std::move(piece));
+        if (num_idle_ < kMostIdle && piece.size() <= kMostIdleBytes) idle_[num_idle_++] = std::move(piece);
     }
 
     std::mutex mutex_;
-    std::vector<Piece> idle_;
-    std::size_t lent_ = 0;
+    Piece idle_[kMostIdle];
+    std::size_t num_idle_ = 0;
 };
 
 }  // namespace kvist

@@ -20,7 +20,7 @@ void each_row(std::size_t num_rows, int part, int parts, Row row) {
 void norm_rows(const NormTask& task, int part, int parts) {
     each_row(task.num_rows, part, parts, [&](std::size_t row) {
         const std::size_t at = row * task.dims;
-        norm_row(task.x + at, task.norm, task.eps, task.dims, task.out + at);
+        norm_row(task.x + at, task.norm, task.numbers, task.dims, task.out + at);
     });
 }
 
@@ -30,7 +30,7 @@ void prepare_heads(const HeadsTask& task, int part, int parts) {
             float* x = task.rows + (row * task.num_heads + head) * task.head_dim;
             const std::size_t at = row * task.head_dim;
             if (task.bias != nullptr) add_row(x, task.bias + head * task.head_dim, task.head_dim);
-            if (task.norm != nullptr) norm_row(x, task.norm, task.eps, task.head_dim, x);
+            if (task.norm != nullptr) norm_row(x, task.norm, task.numbers, task.head_dim, x);
             if (task.cos != nullptr) turn_head(x, task.cos + at, task.sin + at, task.head_dim / 2);
         }
     });
@@ -41,9 +41,9 @@ void add_rows(const AddTask& task, int part, int parts) {
         float* x = task.x + row * task.dims;
         float* y = task.y + row * task.dims;
         if (task.bias != nullptr) add_row(y, task.bias, task.dims);
-        if (task.y_norm != nullptr) norm_row(y, task.y_norm, task.eps, task.dims, y);
+        if (task.y_norm != nullptr) norm_row(y, task.y_norm, task.numbers, task.dims, y);
         add_row(x, y, task.dims);
-        if (task.normed != nullptr) norm_row(x, task.x_norm, task.eps, task.dims, task.normed + row * task.dims);
+        if (task.normed != nullptr) norm_row(x, task.x_norm, task.numbers, task.dims, task.normed + row * task.dims);
     });
 }
 

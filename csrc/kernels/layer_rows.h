@@ -40,12 +40,14 @@ inline float norm_factor(const float* x, std::size_t dims, float eps) {
 }
 
 // `out` may be `x`.
-inline void norm_row(const float* x, const float* norm, float eps, std::size_t dims, float* out) {
-    const float factor = norm_factor(x, dims, eps);
-    const Floats all = all_floats(factor);
+inline void norm_row(const float* x, const float* norm, NormNumbers numbers, std::size_t dims, float* out) {
+    const float factor = norm_factor(x, dims, numbers.eps);
+    const Floats all = all_floats(factor), offset = all_floats(numbers.offset);
     std::size_t i = 0;
-    for (; i + kLineLanes <= dims; i += kLineLanes) store(out + i, load_floats(x + i) * all * load_floats(norm + i));
-    for (; i < dims; ++i) out[i] = x[i] * factor * norm[i];
+    for (; i + kLineLanes <= dims; i += kLineLanes) {
+        store(out + i, load_floats(x + i) * all * (load_floats(norm + i) + offset));
+    }
+    for (; i < dims; ++i) out[i] = x[i] * factor * (norm[i] + numbers.offset);
 }
 
 inline void add_row(float* x, const float* y, std::size_t dims) {
@@ -69,10 +71,12 @@ inline void turn_head(float* x, const float* cos, const float* sin, std::size_t 
     }
 }
 
-// x / (1 + e^-y), to about 1e-6 of the result. Large powers are cut off where the result is nearly nothing.
+// x / (1 + e^-y), to about 1e-6 of the result. Where the power is more than 2^126 that is x * 0, which is NaN if x is
+// infinite.
 inline Floats times_sigmoid(Floats x, Floats y) {
-    const Floats power = exp2(min(all_floats(126.0f), y * all_floats(-kLog2E)));
-    return x / (power + all_floats(1.0f));
+    const Floats most = all_floats(126.0f), exponent = y * all_floats(-kLog2E);
+    const Floats power = exp2(min(most, exponent));
+    return select(less(most, exponent), x * all_floats(0.0f), x / (power + all_floats(1.0f)));
 }
 
 template <Activation kActivation>

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 import re
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -94,9 +97,57 @@ def test_layers_run_one_after_another_or_none_of_them() -> None:
             [(first, together, pages(), rows_of_z), (second, together, pages(1), rows_of_z)], num_threads=1
         )
     assert torch.equal(z, random(3, EMBED)), "a layer ran before all were checked"
-    with pytest.raises((ValueError, TypeError)):
-        native.run_layers([(None, together, pages(), rows_of_z)], num_threads=1)  # type: ignore[list-item]
+    right = first, together, pages(), rows_of_z
+    for wrong in ((None, *right[1:]), right[:3], (first, together, rows_of_z, right[2]), 3):
+        with pytest.raises(TypeError):
+            native.run_layers([right, wrong], num_threads=1)  # type: ignore[list-item]
+    assert torch.equal(z, random(3, EMBED))
     native.run_layers([], num_threads=1)
+
+
+# Run in a process of its own, which is what a failure ends.
+HELD = f"""
+import sys
+sys.path[:0] = [{str(Path(__file__).parent)!r}]
+import threading, time
+from collections.abc import Sequence
+import torch
+import test_native_layer as test
+
+class Made(Sequence):  # its elements are made when they are asked for, and nobody else holds them
+    def __init__(self, make, count):
+        self.make, self.count = make, count
+    def __len__(self):
+        return self.count
+    def __getitem__(self, index):
+        if index >= self.count:
+            raise IndexError
+        return self.make(index)
+
+makers = (test.layer, test.step, test.pages, test.rows)
+test.native.run_layers(Made(lambda _: tuple(make() for make in makers), 100), num_threads=1)
+test.native.run_layers(Made(lambda _: Made(lambda index: makers[index](), 4), 100), num_threads=1)
+print("made")
+
+calls = [(test.layer(), test.step(64), test.pages(), test.rows(64)) for _ in range(200)]
+spent = torch.zeros(len(test.native.layer_stages()), dtype=torch.int64)
+def clear():
+    while not spent.any():
+        time.sleep(1e-4)
+    calls.clear()
+    overwriting = [torch.full((1 << 12,), 255, dtype=torch.uint8) for _ in range(500)]
+thread = threading.Thread(target=clear)
+thread.start()
+test.native.run_layers(calls, num_threads=1, stage_ns=spent)
+thread.join()
+print(len(calls), "left")
+"""
+
+
+def test_what_runs_is_held_until_it_has_run() -> None:
+    """Whether the caller's sequence holds its elements or not, and whatever other threads do to it meanwhile."""
+    result = subprocess.run([sys.executable, "-c", HELD], capture_output=True, text=True, check=False)
+    assert (result.stdout, result.stderr, result.returncode) == ("made\n0 left\n", "", 0)
 
 
 def test_stages_are_clocked() -> None:
@@ -147,7 +198,8 @@ def test_activations_are_those_of_pytorch(activation: str) -> None:
     """Gates come through their bias and are multiplied by one; of 32 one is not 0, whose code then is exact."""
     identity = native.linear_weight(pack(quantise(torch.eye(EMBED) * 127, "int8")))
     nothing = native.linear_weight(pack(quantise(torch.zeros(EMBED, EMBED), "int8")))
-    for value in torch.linspace(-12, 30, 43):
+    large = torch.tensor([-3e38, -1e30, -150, -88, 88, 150, 1e30, 3e38])
+    for value in (*torch.linspace(-12, 30, 43), *large):
         gate = torch.zeros(EMBED)
         gate[[5, 40]] = torch.stack((value, value * 1e-3))
         changes: dict[str, Any] = dict.fromkeys(("q", "k", "v", "o"), (nothing, None))
@@ -273,6 +325,100 @@ def test_rows_lie_apart_from_the_pages(name: str) -> None:
     with pytest.raises(ValueError, match=rf"^{name} and the pool must not overlap$"):
         run(layer(), step(pool=pool), pages(), hidden(**{name: within}), num_threads=1)
     assert not pool.any()
+
+
+def test_what_is_written_lies_apart_from_what_is_read() -> None:
+    packed, norm, pool, x = (
+        pack(quantise(random(64, EMBED), "int8")),
+        torch.ones(4 * EMBED),
+        empty_pool(),
+        random(3, EMBED),
+    )
+    changes = {"q": (native.linear_weight(packed), None), "attention_input_norm": norm[:EMBED]}
+    in_weights = packed.data.view(-1)[: 12 * EMBED].view(torch.float32).view(3, EMBED)
+    for within, name in ((in_weights, "q"), (norm[EMBED - 1 : -1].view(3, EMBED), "the norm before attention")):
+        before = within.clone()
+        with pytest.raises(ValueError, match=f"^x and {name} must not overlap$"):
+            run(layer(changes), step(), pages(), hidden(x=within), num_threads=1)
+        assert torch.equal(within.view(torch.int32), before.view(torch.int32))
+    clocks = 8 * len(native.layer_stages())
+    for memory, name in ((pool, "the pool"), (x.view(torch.uint8), "x"), (packed.data, "q")):
+        spent = memory.view(-1)[:clocks].view(torch.int64)
+        call = (layer(changes), step(pool=pool), pages(), hidden(x=x))
+        with pytest.raises(ValueError, match=f"^stage_ns and {name} must not overlap$"):
+            native.run_layers([call], num_threads=1, stage_ns=spent)
+    assert torch.equal(x, random(3, EMBED))
+
+
+@pytest.mark.parametrize("change", ["turned", "other memory", "another storage", "smaller"])
+def test_rows_stay_as_they_were_checked(change: str) -> None:
+    """Whatever is done to the tensor that they were made of, but to its storage."""
+    multiplier, tables = torch.ones(EMBED), (torch.ones(7, 1, DIM), torch.zeros(7, 1, DIM))
+
+    def normed(rows_of: native.HiddenRows) -> torch.Tensor:
+        out = torch.empty(7, EMBED)
+        rows_of.norm(multiplier, 1e-6, out, num_threads=1)
+        return out
+
+    x, expected = random(7, EMBED), native.hidden_rows(random(7, EMBED), tables)
+    found = native.hidden_rows(x, tables)
+    if change == "turned":
+        x.t_()
+    elif change == "other memory":
+        x.data = torch.zeros(7, EMBED)
+    elif change == "another storage":
+        x.set_(torch.zeros(1))  # type: ignore[call-overload]
+    else:
+        x.resize_(1, EMBED)
+    overwriting = [torch.full((7, EMBED), 9.0) for _ in range(20)]
+    assert torch.equal(normed(found), normed(expected))
+    with pytest.raises(ValueError, match=re.escape("out has the shape [1, 64]: it must be [7, 64]")):
+        found.norm(multiplier, 1e-6, torch.empty(1, EMBED), num_threads=1)
+    for one in (found, expected):
+        run(layer(), step(7), pages(), one, num_threads=1)
+    assert torch.equal(normed(found), normed(expected))
+    del overwriting
+
+
+def test_a_matrix_keeps_its_bytes_when_its_tensor_gets_others() -> None:
+    packed, chosen, out = pack(quantise(random(50, 64), "int8")), torch.arange(50), torch.empty(50, 64)
+    expected, handle = decode_rows(packed, chosen), native.linear_weight(packed)
+    packed.data.data = torch.zeros_like(packed.data)
+    overwriting = [torch.full_like(packed.data, 9) for _ in range(20)]
+    handle.decode_rows(chosen, out)
+    assert torch.equal(out, expected)
+    del overwriting
+
+
+def test_a_layer_computes_with_what_is_written_to_its_weights_later() -> None:
+    norm, bias, packed = torch.ones(EMBED), torch.zeros(MLP), pack(quantise(random(EMBED, EMBED), "int8"))
+    changes = {
+        "attention_input_norm": norm, "mlp_input_norm": norm, "up": (matrix(MLP, EMBED), bias),
+        "o": (native.linear_weight(packed), None),
+    }  # fmt: skip
+    handle, found = layer(changes), []
+    for written in (None, norm, bias, packed.data):
+        if written is not None:
+            written.copy_(random(*written.shape, seed=5) if written.is_floating_point() else written.flip(0))
+        pair = [random(3, EMBED), random(3, EMBED)]
+        for one, x in zip((handle, layer(changes)), pair, strict=True):
+            run(one, step(), pages(), hidden(x=x), num_threads=1)
+        assert torch.equal(*pair)
+        assert not any(torch.equal(pair[0], before) for before in found)
+        found.append(pair[0])
+
+
+def test_norms_may_be_kept_less_an_offset() -> None:
+    norm, found = random(EMBED).mul(64).round().div(64), []
+    for offset in (0.0, 1.0):
+        x = random(3, EMBED)
+        names = ("attention_input_norm", "attention_output_norm", "mlp_input_norm", "mlp_output_norm")
+        changes = dict.fromkeys(names, norm - offset) | dict.fromkeys(("q_norm", "k_norm"), norm[:DIM] - offset)
+        run(layer({**changes, "norm_offset": offset}), step(), pages(), hidden(x=x), num_threads=1)
+        found.append(x)
+    assert torch.equal(*found)
+    with pytest.raises(ValueError, match="norm_offset must be finite"):
+        layer({"norm_offset": math.inf})
 
 
 def test_a_layer_keeps_its_matrices_alive() -> None:

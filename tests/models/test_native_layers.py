@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ from kvist.errors import SequenceError
 from kvist.kernels import native
 from kvist.kernels.key_statics import KeyStatics
 from kvist.models.decoder import Decoder
+from kvist.models.layers import DecoderLayer, RMSNorm
 from kvist.models.matrices import QuantisedLinear, WideLinear
 from kvist.models.native_layer import LayerSteps, Rope, use_native_layers
 from kvist.models.step_inputs import StepInputs
@@ -187,19 +190,207 @@ def test_a_layer_with_a_matrix_that_is_not_quantised_runs_as_a_module() -> None:
     assert isinstance(down, QuantisedLinear)
     mlp.down_proj = WideLinear(160, 96, bias=False).requires_grad_(False)
     use_native_layers(decoder)
-    natives = [layer.native for layer in decoder.layers]  # type: ignore[union-attr, operator]
-    assert [handle is None for handle in natives] == [False, True, False]
-    cache = cache_of(decoder, "bf16")
-    sequence = cache.open()
-    found = run_step(decoder.hidden_states, cache, {sequence: tokens(20, seed=4)})[sequence]
-    expected = plain(decoder, tokens(20, seed=4))
-    assert (found - expected).norm() < 0.02 * expected.norm()
+    assert are_native(decoder) == [True, False, True]
+    check_plain(decoder)
+
+
+def layers_of(decoder: Decoder) -> list[DecoderLayer]:
+    return [module for module in decoder.modules() if isinstance(module, DecoderLayer)]
+
+
+def are_native(decoder: Decoder) -> list[bool]:
+    return [layer.native is not None and layer.native.handle is not None for layer in layers_of(decoder)]
 
 
 def plain(decoder: Decoder, text: list[int]) -> torch.Tensor:
     cache = cache_of(decoder, "bf16")
     sequence = cache.open()
     return run_step(lambda inputs: decoder.hidden_states(inputs, plain_layers=True), cache, {sequence: text})[sequence]
+
+
+def check_plain(decoder: Decoder) -> torch.Tensor:
+    """A step gives what its modules give; returned."""
+    cache, text = cache_of(decoder, "bf16"), tokens(20, seed=4)
+    sequence = cache.open()
+    found, expected = run_step(decoder.hidden_states, cache, {sequence: text})[sequence], plain(decoder, text)
+    assert (found - expected).norm() < 0.02 * expected.norm()
+    return found
+
+
+def relu(layer: DecoderLayer) -> None:
+    layer.parts().mlp.activation = "relu"
+
+
+def gelu(layer: DecoderLayer) -> None:
+    layer.parts().mlp.activation = "gelu"
+
+
+def bf16_norm(layer: DecoderLayer) -> None:
+    layer.parts().mlp_input_norm.to(torch.bfloat16)
+
+
+def bf16_bias(layer: DecoderLayer) -> None:
+    layer.parts().attention.q_proj.bias = torch.ones(128, dtype=torch.bfloat16)
+
+
+def norm_of_another_class(layer: DecoderLayer) -> None:
+    class Doubled(RMSNorm):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    layer.post_attention_layernorm = Doubled(96, 1e-6).requires_grad_(False)
+
+
+def another_eps(layer: DecoderLayer) -> None:
+    layer.parts().mlp_input_norm.eps = 0.1
+
+
+@pytest.mark.parametrize("change", [relu, gelu, bf16_norm, bf16_bias, norm_of_another_class, another_eps])
+def test_a_layer_that_the_library_does_not_know_runs_as_a_module(change: Callable[[DecoderLayer], None]) -> None:
+    decoder = quantised_decoder("qwen3")
+    before = check_plain(decoder)
+    change(layers_of(decoder)[1])
+    use_native_layers(decoder)
+    assert are_native(decoder) == [True, False, True]
+    assert not torch.equal(check_plain(decoder), before)
+
+
+def test_a_layer_of_odd_heads_is_not_native() -> None:
+    decoder = quantised_decoder("llama")
+    layers_of(decoder)[0].parts().attention.head_dim = 1
+    use_native_layers(decoder)
+    assert are_native(decoder) == [False, True, True]
+
+
+# --- layers that change -----------------------------------------------------------------------------------------------
+
+
+def in_place(layer: DecoderLayer) -> None:
+    layer.parts().mlp_input_norm.weight.mul_(3)
+
+
+def in_place_of_data(layer: DecoderLayer) -> None:
+    layer.parts().attention_input_norm.weight.data.mul_(3)
+
+
+def written_bias(layer: DecoderLayer) -> None:
+    bias = layer.parts().attention.q_proj.bias
+    assert bias is not None
+    bias.copy_(torch.linspace(-2, 2, len(bias)))
+
+
+def another_bias(layer: DecoderLayer) -> None:
+    layer.parts().attention.k_proj.bias = torch.linspace(-2, 2, 64)
+
+
+def no_bias(layer: DecoderLayer) -> None:
+    layer.parts().attention.v_proj.bias = None
+
+
+def bias_where_none_was(layer: DecoderLayer) -> None:
+    layer.parts().mlp.up_proj.bias = torch.linspace(-2, 2, 160)
+
+
+def other_memory_of_a_norm(layer: DecoderLayer) -> None:
+    layer.parts().mlp_input_norm.weight.data = torch.linspace(1, 3, 96)
+
+
+def another_norm_weight(layer: DecoderLayer) -> None:
+    q_norm = layer.parts().attention.q_norm
+    assert q_norm is not None
+    q_norm.weight = nn.Parameter(torch.linspace(1, 3, 32), requires_grad=False)
+
+
+def loaded(layer: DecoderLayer) -> None:
+    layer.load_state_dict({name: torch.full_like(value, 2) for name, value in layer.state_dict().items()})
+
+
+def assigned(layer: DecoderLayer) -> None:
+    values = {name: torch.full_like(value, 2) for name, value in layer.state_dict().items()}
+    layer.load_state_dict(values, assign=True)
+
+
+def another_mlp(layer: DecoderLayer) -> None:
+    layer.mlp = layers_of(quantised_decoder("qwen3", ("int4",)))[0].parts().mlp
+
+
+def another_matrix(layer: DecoderLayer) -> None:
+    layer.parts().mlp.down_proj = layers_of(quantised_decoder("qwen3", ("int4",)))[0].parts().mlp.down_proj
+
+
+def other_packed_bytes(layer: DecoderLayer) -> None:
+    gate = layer.parts().mlp.gate_proj
+    gate.data = gate.data.flip(0)
+
+
+def written_packed_bytes(layer: DecoderLayer) -> None:
+    data = layer.parts().attention.o_proj.data
+    data.copy_(data.flip(0))
+
+
+CHANGES = [
+    in_place, in_place_of_data, written_bias, another_bias, no_bias, bias_where_none_was, other_memory_of_a_norm,
+    another_norm_weight, loaded, assigned, another_mlp, another_matrix, other_packed_bytes, written_packed_bytes,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_layer_is_computed_with(change: Callable[[DecoderLayer], None]) -> None:
+    """Made under inference mode, as an engine's models are, or not."""
+    for inference in (False, True):
+        with torch.inference_mode(inference):
+            decoder = quantised_decoder("qwen3")
+        before = check_plain(decoder)
+        natives = [layer.native for layer in layers_of(decoder)]
+        check_plain(decoder)
+        assert [layer.native for layer in layers_of(decoder)] == natives, "made anew for nothing"
+        with torch.inference_mode(inference), torch.no_grad():
+            change(layers_of(decoder)[1])
+        assert not torch.equal(check_plain(decoder), before)
+        assert are_native(decoder) == [True, True, True]
+
+
+def test_a_changed_norm_that_is_kept_less_one_is_computed_with() -> None:
+    decoder = quantised_decoder("gemma3")
+    before = check_plain(decoder)
+    in_place_of_data(layers_of(decoder)[0])
+    assert not torch.equal(check_plain(decoder), before)
+    assert are_native(decoder) == [True, True, True]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_model_of_another_dtype_runs_its_modules(family: str, dtype: torch.dtype) -> None:
+    decoder = quantised_decoder(family)
+    before = check_plain(decoder)
+    decoder.to(dtype)
+    found = check_plain(decoder)
+    assert are_native(decoder) == [False, False, False]
+    assert (found - before).norm() < 0.1 * before.norm()
+    decoder.to(torch.float32)
+    check_plain(decoder)
+    assert are_native(decoder) == [True, True, True]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda decoder: pickle.loads(pickle.dumps(decoder))])
+def test_a_model_is_copied_with_its_weights(copied: Callable[[Decoder], Decoder]) -> None:
+    decoder = quantised_decoder("qwen3")
+    before, other = check_plain(decoder), copied(decoder)
+    for layer in layers_of(decoder):
+        in_place(layer)
+        written_packed_bytes(layer)
+    assert not torch.equal(check_plain(decoder), before)
+    assert torch.equal(check_plain(other), before)
+    assert are_native(other) == [True, True, True]
+
+
+def test_a_model_that_leaves_the_cpu_is_native_there_no_more() -> None:
+    decoder = quantised_decoder("qwen3").to("meta")
+    assert {tensor.device.type for tensor in (*decoder.parameters(), *decoder.buffers())} == {"meta"}
+    assert not any(are_native(decoder))
+
+
+# --- hooks and views --------------------------------------------------------------------------------------------------
 
 
 def test_hooks_see_plain_layers() -> None:

@@ -171,7 +171,11 @@ class PagePool:
 
     @property
     def bytes_in_use(self) -> int:
-        """The memory that is committed."""
+        """What the pages in use cost; the budget counts this.
+
+        Linux commits as much for them on the CPU, and no more. A `GrowingTensor` holds what the most pages ever in use
+        cost, and up to half as much again, so pools may hold more together than their budget.
+        """
         return self.pages_in_use * self.stride
 
     def owners(self, page: int) -> int:

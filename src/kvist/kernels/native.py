@@ -205,9 +205,10 @@ class _Library(Protocol):
     def DecoderLayer(  # noqa: N802
         self,
         matrices: Sequence[LinearWeight],
-        biases: Sequence[torch.Tensor | None],
-        norms: Sequence[torch.Tensor | None],
+        biases: Sequence[object | None],
+        norms: Sequence[object | None],
         *,
+        norm_offset: float,
         eps: float,
         head_dim: int,
         scale: float,
@@ -218,7 +219,7 @@ class _Library(Protocol):
         self, calls: Sequence[LayerCall], *, num_threads: int, stage_ns: torch.Tensor | None = None
     ) -> None: ...
     def LinearWeight(  # noqa: N802
-        self, format: str, num_rows: int, num_columns: int, data: torch.Tensor
+        self, format: str, num_rows: int, num_columns: int, data: object
     ) -> LinearWeight: ...
 
 
@@ -430,23 +431,28 @@ def page_step(
 
 
 def capsule(x: torch.Tensor) -> object:
-    """A tensor as native calls take it at the least cost: asking it for its capsule takes longer than many a kernel."""
+    """A tensor as native calls take it at the least cost: asking it for its capsule takes longer than many a kernel.
+
+    The capsule keeps the tensor's memory and sizes as they are now: `x` may be turned, or given other memory, while the
+    library uses it. It cannot keep memory that is taken from the storage itself, by `x.untyped_storage().resize_` or by
+    an `x.resize_` to more than it holds: that must not happen to what the library holds.
+    """
     import torch
 
-    return torch.to_dlpack(x)  # type: ignore[attr-defined]  # it is public
+    return torch.to_dlpack(x.detach())  # type: ignore[attr-defined]  # it is public
 
 
 # --- products with quantised weights: csrc/linear.h -------------------------------------------------------------------
 
 
 def linear_weight(weight: QuantisedWeight) -> LinearWeight:
-    """A packed matrix for native products. It is made once with the layer; the bytes are kept alive, not copied.
+    """A packed matrix for native products. It is made once with the layer; the bytes are kept, as `capsule` says.
 
     Raises:
         ValueError: the bytes are not contiguous, not on the CPU or not aligned to 64 bytes, or have another shape than
             the format, rows and columns ask for.
     """
-    return _library().LinearWeight(weight.format, weight.num_rows, weight.num_columns, weight.data)
+    return _library().LinearWeight(weight.format, weight.num_rows, weight.num_columns, capsule(weight.data))
 
 
 # --- decoder layers: csrc/layer.h -------------------------------------------------------------------------------------
@@ -456,7 +462,7 @@ def hidden_rows(x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]) -> Hid
     """The hidden states of a step and how their tokens are turned. It is made once for all layers, which change `x`.
 
     Args:
-        x: `[T, E]` float32, contiguous. It is kept alive, as `rope` is.
+        x: `[T, E]` float32, contiguous. It is kept, as `rope` is: `capsule` says how.
         rope: cosine and sine of each token's angles, `[T, 1, D]` float32, contiguous, as `rope_tables` gives them.
 
     Raises:
@@ -471,7 +477,8 @@ class LayerWeights:
 
     Attributes:
         q, k, v, o, gate, up, down: matrices and their biases, `[N]` float32.
-        attention_input_norm, mlp_input_norm: `[E]` float32, what normalised rows are multiplied by.
+        attention_input_norm, mlp_input_norm: `[E]` float32, what normalised rows are multiplied by, less
+            `norm_offset`.
         attention_output_norm, mlp_output_norm: the same, of what is added to the hidden states, or None.
         q_norm, k_norm: `[D]`, of the heads of queries and keys, or None.
     """
@@ -489,15 +496,16 @@ class LayerWeights:
     attention_output_norm: torch.Tensor | None
     mlp_input_norm: torch.Tensor
     mlp_output_norm: torch.Tensor | None
+    norm_offset: float = 0.0
 
 
 def decoder_layer(
     weights: LayerWeights, *, eps: float, head_dim: int, scale: float, window: int | None, activation: str
 ) -> DecoderLayer:
-    """A decoder layer as one native call. It is made once; matrices are kept alive, biases and norms copied.
+    """A decoder layer that `run_layers` runs. It is made once.
 
     Args:
-        weights: as above; all fit together.
+        weights: as above; all fit together. They are kept, not copied: what is written to them later is computed with.
         eps: of every norm.
         head_dim: `D`, even.
         scale: multiplies the scores of attention.
@@ -513,7 +521,15 @@ def decoder_layer(
         w.attention_input_norm, w.q_norm, w.k_norm, w.attention_output_norm, w.mlp_input_norm, w.mlp_output_norm,
     )  # fmt: skip
     return _library().DecoderLayer(
-        matrices, biases, norms, eps=eps, head_dim=head_dim, scale=scale, window=window, activation=activation
+        matrices,
+        [None if bias is None else capsule(bias) for bias in biases],
+        [None if norm is None else capsule(norm) for norm in norms],
+        norm_offset=w.norm_offset,
+        eps=eps,
+        head_dim=head_dim,
+        scale=scale,
+        window=window,
+        activation=activation,
     )
 
 
@@ -528,8 +544,10 @@ def run_layers(calls: Sequence[LayerCall], *, num_threads: int, stage_ns: torch.
         stage_ns: int64, one for each of `layer_stages()`: the nanoseconds that they take are added.
 
     Raises:
-        ValueError: the sizes of a call do not fit together, or a layer's window is larger than that of its step. No
-            layer has run then.
+        ValueError: the sizes of a call do not fit together, a layer's window is larger than that of its step, or what
+            is written overlaps something else. No layer has run then.
+        TypeError: a call has other members. No layer has run then.
+        MemoryError: the system refuses memory to work in. Layers may have run: hidden states and pages are lost.
     """
     _library().run_layers(calls, num_threads=num_threads, stage_ns=stage_ns)
 

@@ -6,18 +6,28 @@ They round where the Hugging Face implementations round, so that bf16 results st
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
 
 from kvist.attention import GatedMLP, StepAttention
 from kvist.cache.cache_view import CacheView
-from kvist.kernels import native
+
+if TYPE_CHECKING:
+    from kvist.models.native_layer import NativeLayer
 
 
 class RMSNorm(nn.Module):
-    """Root mean square norm over the last dim (arXiv 1910.07467)."""
+    """Root mean square norm over the last dim (arXiv 1910.07467).
+
+    Attributes:
+        offset: what is added to the weight.
+    """
+
+    offset = 0.0
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
@@ -35,11 +45,13 @@ class RMSNorm(nn.Module):
 class OffsetRMSNorm(RMSNorm):
     """Gemma's norm: the weight is kept minus one, and applied before rounding."""
 
+    offset = 1.0
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (normalised(x, self.eps) * self.multiplier()).to(x.dtype)
 
     def multiplier(self) -> torch.Tensor:
-        return 1.0 + self.weight.float()
+        return self.offset + self.weight.float()
 
 
 def normalised(x: torch.Tensor, eps: float) -> torch.Tensor:
@@ -66,9 +78,16 @@ class LayerParts:
 class DecoderLayer(nn.Module, ABC):
     """A decoder layer. `native_layer.LayerSteps` runs it."""
 
-    native: native.DecoderLayer | None = None
-    """The layer as one call of the native library, once its weights are in place (`use_native_layers`); None where it
-    cannot be."""
+    native: NativeLayer | None = None
+    """The layer as the native library has it. `LayerSteps` makes it, and makes it anew where the layer has changed."""
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        # It would keep the memory that the weights leave.
+        self.native = None
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call, no-any-return]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"native": None}
 
     @abstractmethod
     def forward(

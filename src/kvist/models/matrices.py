@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, Self
+
 import torch
 from torch import nn
 
@@ -45,7 +48,8 @@ class QuantisedMatrix(nn.Module):
         # Not a parameter: it is no matrix of numbers, and no gradient reaches it.
         self.data: torch.Tensor
         self.register_buffer("data", weight.data, persistent=False)
-        self._made: tuple[torch.Tensor, native.LinearWeight] | None = None
+        # With the place of the bytes that it was made of; it keeps them, so that no others come to lie there.
+        self._made: tuple[int, native.LinearWeight] | None = None
 
     @property
     def packed(self) -> QuantisedWeight:
@@ -58,9 +62,17 @@ class QuantisedMatrix(nn.Module):
         data = self.data
         if data.device.type != "cpu":
             return None
-        if self._made is None or self._made[0] is not data:
-            self._made = data, native.linear_weight(self.packed)
-        return self._made[1]
+        made = self._made
+        if made is None or made[0] != data.data_ptr():
+            self._made = made = data.data_ptr(), native.linear_weight(self.packed)
+        return made[1]
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        self._made = None
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call, no-any-return]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_made": None}
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """`x @ W.T`, `[T, N]` in the dtype of `x` `[T, K]`, float32 or bfloat16."""
@@ -68,7 +80,7 @@ class QuantisedMatrix(nn.Module):
         if handle is None:
             return linear.linear(x, self.packed)
         out = x.new_empty(len(x), self.num_rows)
-        x = x.detach() if x.stride(-1) == 1 else x.detach().contiguous()
+        x = x if x.stride(-1) == 1 else x.contiguous()
         handle.apply(native.capsule(x), native.capsule(out), num_threads=torch.get_num_threads())
         return out
 
@@ -78,7 +90,8 @@ class QuantisedLinear(QuantisedMatrix):
 
     def __init__(self, weight: QuantisedWeight, bias: torch.Tensor | None = None) -> None:
         super().__init__(weight)
-        self.bias = bias
+        self.bias: torch.Tensor | None
+        self.register_buffer("bias", bias, persistent=False)  # as the matrix
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.product(x)

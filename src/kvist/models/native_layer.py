@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TypeGuard
 
 import torch
 from torch import nn
 
 from kvist.cache.cache_view import CacheView
 from kvist.kernels import native
-from kvist.models.layers import DecoderLayer, LayerParts, RMSNorm
+from kvist.models.layers import DecoderLayer, LayerParts, OffsetRMSNorm, RMSNorm
 from kvist.models.matrices import QuantisedLinear
 
 Rope = tuple[torch.Tensor, torch.Tensor]
@@ -66,7 +67,7 @@ class LayerSteps:
     def _native_call(self, index: int, layer: nn.Module, x: torch.Tensor, rope: Rope) -> native.LayerCall | None:
         """What a layer needs to run natively; None where its module must run."""
         assert isinstance(layer, DecoderLayer)
-        if self._plain or (handle := layer.native) is None:
+        if self._plain or (handle := _current(layer)) is None:
             return None
         pages, rows = self._pages[index], self._rows(x, rope)
         return None if pages is None or rows is None else (handle, *pages, rows)
@@ -78,16 +79,11 @@ class LayerSteps:
     def norm(self, norm: RMSNorm, x: torch.Tensor) -> torch.Tensor:
         """The normed hidden states `[T, E]` after the last layer; natively where the last layer ran so."""
         known_x, _, rows = self._made[-1] if self._made else (None, None, None)
-        if known_x is not x or rows is None:
+        if known_x is not x or rows is None or not _is_native(norm):
             y: torch.Tensor = norm(x)
             return y
         out = torch.empty_like(x)
-        rows.norm(
-            native.capsule(norm.multiplier().detach()),
-            norm.eps,
-            native.capsule(out),
-            num_threads=self._num_threads,
-        )
+        rows.norm(native.capsule(norm.multiplier()), norm.eps, native.capsule(out), num_threads=self._num_threads)
         return out
 
     def _rows(self, x: torch.Tensor, rope: Rope) -> native.HiddenRows | None:
@@ -101,31 +97,77 @@ class LayerSteps:
         return rows
 
 
+class NativeLayer:
+    """A decoder layer as the native library has it, and what shows that it is still the same layer.
+
+    What is written to its weights needs no notice: the library reads the tensors themselves. But it does not see that
+    a module, a tensor or a norm's or bias's memory has become another.
+
+    Attributes:
+        handle: None where the layer's module must run.
+    """
+
+    def __init__(self, layer: DecoderLayer) -> None:
+        self.handle, self._vectors = _made(layer.parts()) or (None, [])
+        self._places = [vector.data_ptr() for vector in self._vectors]
+        self._members = [
+            members
+            for module in layer.modules()
+            for members in (module._modules, module._parameters, module._buffers)
+            if members
+        ]
+        self._members_then = [dict(members) for members in self._members]
+
+    def is_current(self) -> bool:
+        """Whether the layer is as it was, in a microsecond: every step asks every layer."""
+        try:
+            # What is the same object is equal at once.
+            same = self._members == self._members_then
+        except RuntimeError:  # two tensors were compared, and gave no single answer
+            return False
+        return same and [vector.data_ptr() for vector in self._vectors] == self._places
+
+
 def use_native_layers(decoder: nn.Module) -> None:
-    """Make the native layers of a decoder whose weights are in place. Weights that are replaced need them made anew."""
+    """Make the native layers of a decoder now, so that its first step need not.
+
+    Later changes of weights are noticed. Those of what modules know besides are not (`eps`, `scale`, `window`,
+    `activation`), nor is other memory of packed bytes (`matrix.data.data = ...`): call this again.
+    """
     for module in decoder.modules():
         if isinstance(module, DecoderLayer):
-            module.native = _native_layer(module.parts())
+            module.native = NativeLayer(module)
 
 
-def _native_layer(parts: LayerParts) -> native.DecoderLayer | None:
-    """The layer for the native library; None where some matrix is not quantised, or not on the CPU."""
+def _current(layer: DecoderLayer) -> native.DecoderLayer | None:
+    made = layer.native
+    if made is None or not made.is_current():
+        layer.native = made = NativeLayer(layer)
+    return made.handle
+
+
+def _made(parts: LayerParts) -> tuple[native.DecoderLayer, list[torch.Tensor]] | None:
+    """The layer for the native library, with its biases and norms; None where it has none such."""
     attention, mlp = parts.attention, parts.mlp
     modules: tuple[nn.Module, ...] = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
     modules += (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
     matrices = [
-        (module.native, module.bias)
+        (handle, module.bias)
         for module in modules
-        if isinstance(module, QuantisedLinear) and module.native is not None
+        if isinstance(module, QuantisedLinear) and (handle := module.native) is not None
     ]
     norms = (
         parts.attention_input_norm, attention.q_norm, attention.k_norm, parts.attention_output_norm,
         parts.mlp_input_norm, parts.mlp_output_norm,
     )  # fmt: skip
-    eps = {norm.eps for norm in norms if isinstance(norm, RMSNorm)}
-    if len(matrices) < len(modules) or len(eps) > 1:
+    there = [norm for norm in norms if norm is not None]
+    kinds = {(norm.eps, norm.offset) for norm in there if _is_native(norm)}
+    biases = [bias for _, bias in matrices if bias is not None]
+    fits = len(matrices) == len(modules) and all(map(_is_plain, biases)) and all(map(_is_native, there))
+    if not fits or len(kinds) > 1:
         return None
     q, k, v, o, gate, up, down = matrices
+    eps, offset = kinds.pop()
     weights = native.LayerWeights(
         q=q,
         k=k,
@@ -134,25 +176,37 @@ def _native_layer(parts: LayerParts) -> native.DecoderLayer | None:
         gate=gate,
         up=up,
         down=down,
-        attention_input_norm=parts.attention_input_norm.multiplier().detach(),
-        q_norm=_multiplier(attention.q_norm),
-        k_norm=_multiplier(attention.k_norm),
-        attention_output_norm=_multiplier(parts.attention_output_norm),
-        mlp_input_norm=parts.mlp_input_norm.multiplier().detach(),
-        mlp_output_norm=_multiplier(parts.mlp_output_norm),
+        attention_input_norm=parts.attention_input_norm.weight,
+        q_norm=_weight(attention.q_norm),
+        k_norm=_weight(attention.k_norm),
+        attention_output_norm=_weight(parts.attention_output_norm),
+        mlp_input_norm=parts.mlp_input_norm.weight,
+        mlp_output_norm=_weight(parts.mlp_output_norm),
+        norm_offset=offset,
     )
-    return native.decoder_layer(
-        weights,
-        eps=eps.pop(),
-        head_dim=attention.head_dim,
-        scale=attention.scale,
-        window=attention.window,
-        activation=mlp.activation,
-    )
-
-
-def _multiplier(norm: nn.Module | None) -> torch.Tensor | None:
-    if norm is None:
+    try:
+        layer = native.decoder_layer(
+            weights,
+            eps=eps,
+            head_dim=attention.head_dim,
+            scale=attention.scale,
+            window=attention.window,
+            activation=mlp.activation,
+        )
+    except ValueError:  # heads or an activation that the library does not know
         return None
-    assert isinstance(norm, RMSNorm)
-    return norm.multiplier().detach()
+    return layer, [*biases, *(norm.weight for norm in there if isinstance(norm, RMSNorm))]
+
+
+def _weight(norm: nn.Module | None) -> torch.Tensor | None:
+    assert norm is None or isinstance(norm, RMSNorm)
+    return None if norm is None else norm.weight
+
+
+def _is_native(norm: nn.Module) -> TypeGuard[RMSNorm]:
+    """Whether the native library computes this norm. It does not know what else a class of another's may do."""
+    return isinstance(norm, RMSNorm) and type(norm) in (RMSNorm, OffsetRMSNorm) and _is_plain(norm.weight)
+
+
+def _is_plain(vector: torch.Tensor) -> bool:
+    return vector.device.type == "cpu" and vector.dtype == torch.float32 and vector.is_contiguous()
