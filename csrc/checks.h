@@ -123,7 +123,7 @@ struct Extent {
     bool overlaps(const Extent& other) const { return start < other.stop && other.start < stop; }
 };
 
-// Whether an array that is written to and another lie apart.
+// Throws unless an array that is written to and another lie apart.
 inline void check_apart(const char* name, const Extent& of, const char* other_name, const Extent& other) {
     check(!of.overlaps(other), [&] { return std::string(name) + " and " + other_name + " must not overlap"; });
 }

@@ -28,6 +28,12 @@ float check_eps(double eps) {
     return fits;
 }
 
+float check_finite(const char* name, double value) {
+    const float fits = static_cast<float>(value);
+    check(fits - fits == 0, [&] { return std::string(name) + " must be finite"; });
+    return fits;
+}
+
 Activation activation_named(const std::string& name) {
     if (name == "silu") return Activation::kSilu;
     check(name == "gelu_tanh", "activation is '" + name + "': it must be silu or gelu_tanh");
@@ -53,17 +59,17 @@ HiddenRows::HiddenRows(const nb::ndarray<>& x, AnyArray cos, AnyArray sin)
     check_table("sin", sin_, extents_[2]);
 }
 
-void HiddenRows::norm(const AnyArray& multiplier, double eps, const nb::ndarray<>& out,
+void HiddenRows::norm(const AnyArray& weight, const nb::ndarray<>& out, double offset, double eps,
                       std::int64_t num_threads) const {
-    const float* norm = check_vector<float>("multiplier", multiplier, "float32");
-    check(multiplier.shape(0) == embed_dim(), [&] {
-        return "multiplier has " + text(multiplier.shape(0)) + " elements: it must have " + text(embed_dim());
+    const float* norm = check_vector<float>("weight", weight, "float32");
+    check(weight.shape(0) == embed_dim(), [&] {
+        return "weight has " + text(weight.shape(0)) + " elements: it must have " + text(embed_dim());
     });
     const AnyArray written(out);
     check_floats_of("out", written, {states_.num_rows, embed_dim_});
-    check(!extent(written).overlaps(extents_[0]) && !extent(written).overlaps(extent(multiplier)),
-          "out must not overlap x and multiplier");
-    const NormNumbers numbers{check_eps(eps), 0};
+    check_apart("out", extent(written));
+    kvist::check_apart("out", extent(written), "weight", extent(weight));
+    const NormNumbers numbers{check_eps(eps), check_finite("offset", offset)};
     const int threads = check_threads(num_threads);
     nb::gil_scoped_release release;
     run_norm(states_, embed_dim_, norm, numbers, static_cast<float*>(out.data()), threads);
@@ -129,10 +135,8 @@ DecoderLayer::DecoderLayer(std::vector<nb::object> matrices, std::vector<std::op
     layer_.attention_output_norm = kept("the norm after attention", norms_[3], layer_.embed_dim);
     layer_.mlp_input_norm = kept("the norm before the MLP", norms_[4], layer_.embed_dim);
     layer_.mlp_output_norm = kept("the norm after the MLP", norms_[5], layer_.embed_dim);
-    layer_.norms = {check_eps(eps), static_cast<float>(norm_offset)};
-    check(layer_.norms.offset - layer_.norms.offset == 0, "norm_offset must be finite");
-    layer_.scale = static_cast<float>(scale);
-    check(layer_.scale - layer_.scale == 0, "scale must be finite");
+    layer_.norms = {check_eps(eps), check_finite("norm_offset", norm_offset)};
+    layer_.scale = check_finite("scale", scale);
     check(!window.has_value() || *window >= 1, "window must be 1 at least");
     layer_.activation = activation_named(activation);
 }
@@ -238,7 +242,7 @@ void bind_layer(nb::module_& m) {
     m.attr("LAYER_STAGES") = nb::cast(std::vector<std::string>(std::begin(kLayerStageNames), std::end(kLayerStageNames)));
     nb::class_<HiddenRows>(m, "HiddenRows")
         .def(nb::init<const nb::ndarray<>&, AnyArray, AnyArray>(), "x"_a, "cos"_a, "sin"_a)
-        .def("norm", &HiddenRows::norm, "multiplier"_a, "eps"_a, "out"_a, nb::kw_only(), "num_threads"_a);
+        .def("norm", &HiddenRows::norm, "weight"_a, "out"_a, nb::kw_only(), "offset"_a, "eps"_a, "num_threads"_a);
     nb::class_<DecoderLayer>(m, "DecoderLayer")
         .def(nb::init<std::vector<nb::object>, std::vector<std::optional<AnyArray>>,
                       std::vector<std::optional<AnyArray>>, double, double, std::int64_t, double,

@@ -21,13 +21,14 @@ public:
     HiddenRows(const HiddenRows&) = delete;
     HiddenRows& operator=(const HiddenRows&) = delete;
 
-    // out: [T, E] float32, contiguous: the rows normed, and multiplied by `multiplier` [E].
-    void norm(const AnyArray& multiplier, double eps, const nanobind::ndarray<>& out, std::int64_t num_threads) const;
+    // out: [T, E] float32, contiguous: the rows normed, and multiplied by `weight` [E] + offset.
+    void norm(const AnyArray& weight, const nanobind::ndarray<>& out, double offset, double eps,
+              std::int64_t num_threads) const;
 
-    // Whether the arrays lie apart from the pages of a step.
+    // Throws unless the arrays lie apart from the pages of a step.
     void check_apart(const PageStep& step) const;
 
-    // Whether they lie apart from another array.
+    // Throws unless they lie apart from another array.
     void check_apart(const char* name, const Extent& of) const;
 
     const HiddenStates& states() const { return states_; }
@@ -57,7 +58,7 @@ public:
     // Checks that these belong together; null where there is nothing to do.
     const AttentionPlan* plan(PageStep& step, const PageLayer& pages, const HiddenRows& hidden) const;
 
-    // Whether an array that is written to lies apart from what the layer reads.
+    // Throws unless an array that is written to lies apart from what the layer reads.
     void check_apart(const char* name, const Extent& of) const;
 
     const Layer& layer() const { return layer_; }

@@ -44,10 +44,10 @@ public:
     const StepPages& pages() const { return pages_; }
     std::int64_t window() const { return window_; }  // tokens that a query sees, itself included; INT64_MAX: all
 
-    // Whether the layer lies in this step's pages and its table of turns is there and long enough.
+    // Throws unless the layer lies in this step's pages and its table of turns is there and long enough.
     void check_layer(const PageLayer& layer) const;
 
-    // Whether an array and the pool lie apart: what is written to one would change the other.
+    // Throws unless an array and the pool lie apart: what is written to one would change the other.
     void check_apart(const char* name, const Extent& of) const;
 
     // How attention is divided; kept, since the layers of a step are alike. The GIL must be held.

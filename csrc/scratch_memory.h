@@ -10,11 +10,12 @@
 
 namespace kvist {
 
-// Lends pieces of memory, as many as calls run at the same time, whatever the threads that make them. Few of them are
-// kept, and none that a step of ordinary length does not need: the system gets the others back. It is never destroyed:
-// threads may be calling while the process ends.
+// Lends pieces of memory, as many as calls run at the same time, whatever the threads that make them. The system gets
+// back what is not worth keeping. It is never destroyed: threads may be calling while the process ends.
 class ScratchPool {
+    // An engine makes one call at a time. Another engine beside it is common, more are not.
     static constexpr std::size_t kMostIdle = 2;
+    // A call that works in more computes for so long that asking the system for memory is nothing beside it.
     static constexpr std::size_t kMostIdleBytes = std::size_t{128} << 20;
 
     class Piece {

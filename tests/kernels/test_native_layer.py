@@ -176,7 +176,7 @@ def test_rows_are_normed(dims: int, count: int) -> None:
     found = []
     for threads in (1, 3):
         out = torch.full_like(x, 7.0)
-        native.hidden_rows(x, (tables, tables)).norm(norm.multiplier(), 1e-5, out, num_threads=threads)
+        native.hidden_rows(x, (tables, tables)).norm(norm.weight, out, offset=1.0, eps=1e-5, num_threads=threads)
         found.append(out)
     assert torch.equal(*found)
     torch.testing.assert_close(found[0], norm(x), rtol=1e-6, atol=1e-30)
@@ -187,7 +187,7 @@ def test_a_row_of_numbers_that_are_none_is_normed_alone() -> None:
     expected = normalised(x, 1e-5)
     x[1, 5], x[3, 0] = float("nan"), float("inf")
     tables = torch.ones(4, 1, 2)
-    native.hidden_rows(x, (tables, tables)).norm(torch.ones(EMBED), 1e-5, out, num_threads=1)
+    native.hidden_rows(x, (tables, tables)).norm(torch.ones(EMBED), out, offset=0.0, eps=1e-5, num_threads=1)
     assert out[1].isnan().all()
     assert out[3, 0].isnan()
     torch.testing.assert_close(out[::2], expected[::2])
@@ -292,21 +292,21 @@ def test_decoding_says_what_is_wrong(chosen: torch.Tensor, out: torch.Tensor, me
         (lambda: hidden(sin=torch.zeros(3, 2, DIM)), "sin has the shape [3, 2, 16]"),
         (lambda: hidden(cos=torch.zeros(3, DIM)), "cos has 2 dimensions: it must have 3"),
         (lambda: hidden(overlap=True), "x and cos must not overlap"),
-        (lambda: rows().norm(torch.ones(3), 1e-6, torch.empty(3, EMBED), num_threads=1), "multiplier has 3 elements"),
-        (
-            lambda: rows().norm(torch.ones(EMBED), 1e-6, torch.empty(2, EMBED), num_threads=1),
-            "out has the shape [2, 64]",
-        ),
-        (
-            lambda: rows().norm(torch.ones(EMBED), float("inf"), torch.empty(3, EMBED), num_threads=1),
-            "eps must be finite",
-        ),
+        (lambda: norm_to(torch.empty(3, EMBED), weight=torch.ones(3)), "weight has 3 elements"),
+        (lambda: norm_to(torch.empty(2, EMBED)), "out has the shape [2, 64]"),
+        (lambda: norm_to(torch.empty(3, EMBED), eps=math.inf), "eps must be finite"),
+        (lambda: norm_to(torch.empty(3, EMBED), offset=math.nan), "offset must be finite"),
+        (lambda: native.hidden_rows(torch.empty(3, EMBED, device="meta"), (torch.ones(3, 1, DIM),) * 2), "is on meta"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_it_says_what_is_wrong(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         make()
+
+
+def norm_to(out: torch.Tensor, weight: torch.Tensor | None = None, *, offset: float = 0.0, eps: float = 1e-6) -> None:
+    rows().norm(torch.ones(EMBED) if weight is None else weight, out, offset=offset, eps=eps, num_threads=1)
 
 
 def hidden(*, overlap: bool = False, **changes: torch.Tensor) -> native.HiddenRows:
@@ -353,11 +353,11 @@ def test_what_is_written_lies_apart_from_what_is_read() -> None:
 @pytest.mark.parametrize("change", ["turned", "other memory", "another storage", "smaller"])
 def test_rows_stay_as_they_were_checked(change: str) -> None:
     """Whatever is done to the tensor that they were made of, but to its storage."""
-    multiplier, tables = torch.ones(EMBED), (torch.ones(7, 1, DIM), torch.zeros(7, 1, DIM))
+    weight, tables = torch.ones(EMBED), (torch.ones(7, 1, DIM), torch.zeros(7, 1, DIM))
 
     def normed(rows_of: native.HiddenRows) -> torch.Tensor:
         out = torch.empty(7, EMBED)
-        rows_of.norm(multiplier, 1e-6, out, num_threads=1)
+        rows_of.norm(weight, out, offset=0.0, eps=1e-6, num_threads=1)
         return out
 
     x, expected = random(7, EMBED), native.hidden_rows(random(7, EMBED), tables)
@@ -373,7 +373,7 @@ def test_rows_stay_as_they_were_checked(change: str) -> None:
     overwriting = [torch.full((7, EMBED), 9.0) for _ in range(20)]
     assert torch.equal(normed(found), normed(expected))
     with pytest.raises(ValueError, match=re.escape("out has the shape [1, 64]: it must be [7, 64]")):
-        found.norm(multiplier, 1e-6, torch.empty(1, EMBED), num_threads=1)
+        found.norm(weight, torch.empty(1, EMBED), offset=0.0, eps=1e-6, num_threads=1)
     for one in (found, expected):
         run(layer(), step(7), pages(), one, num_threads=1)
     assert torch.equal(normed(found), normed(expected))

@@ -323,6 +323,11 @@ def other_packed_bytes(layer: DecoderLayer) -> None:
     gate.data = gate.data.flip(0)
 
 
+def other_memory_of_packed_bytes(layer: DecoderLayer) -> None:
+    gate = layer.parts().mlp.gate_proj
+    gate.data.data = gate.data.flip(0)
+
+
 def written_packed_bytes(layer: DecoderLayer) -> None:
     data = layer.parts().attention.o_proj.data
     data.copy_(data.flip(0))
@@ -330,7 +335,8 @@ def written_packed_bytes(layer: DecoderLayer) -> None:
 
 CHANGES = [
     in_place, in_place_of_data, written_bias, another_bias, no_bias, bias_where_none_was, other_memory_of_a_norm,
-    another_norm_weight, loaded, assigned, another_mlp, another_matrix, other_packed_bytes, written_packed_bytes,
+    another_norm_weight, loaded, assigned, another_mlp, another_matrix, other_packed_bytes,
+    other_memory_of_packed_bytes, written_packed_bytes,
 ]  # fmt: skip
 
 
@@ -382,6 +388,35 @@ def test_a_model_is_copied_with_its_weights(copied: Callable[[Decoder], Decoder]
     assert not torch.equal(check_plain(decoder), before)
     assert torch.equal(check_plain(other), before)
     assert are_native(other) == [True, True, True]
+
+
+def test_a_part_that_is_of_another_dtype_for_a_while_is_native_again() -> None:
+    decoder = quantised_decoder("qwen3")
+    norm = layers_of(decoder)[1].parts().mlp_input_norm
+    norm.to(torch.bfloat16)
+    check_plain(decoder)
+    assert are_native(decoder) == [True, False, True]
+    norm.to(torch.float32)
+    check_plain(decoder)
+    assert are_native(decoder) == [True, True, True]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_what_moves_to_shared_memory_is_read_there(family: str) -> None:
+    """The tensors stay, and so do their storages: only the memory is another, and the old one is freed."""
+    decoder = quantised_decoder(family)
+    before = check_plain(decoder)
+    for part in (layers_of(decoder)[0].parts().attention.q_proj, layers_of(decoder)[1], decoder):
+        part.share_memory()
+        overwriting = [torch.full((1 << 12,), 255, dtype=torch.uint8) for _ in range(500)]
+        assert torch.equal(check_plain(decoder), before)
+        del overwriting
+    for tensor in (*decoder.parameters(), *decoder.buffers()):
+        tensor.data = tensor.data.clone()
+    check_plain(decoder)
+    layers_of(decoder)[2].parts().mlp.up_proj.data.share_memory_()  # without its module
+    assert torch.equal(check_plain(decoder), before)
+    assert are_native(decoder) == [True, True, True]
 
 
 def test_a_model_that_leaves_the_cpu_is_native_there_no_more() -> None:

@@ -140,13 +140,14 @@ class LinearWeight(Protocol):
 class HiddenRows(Protocol):
     """The hidden states of a step, for native layers: made by `hidden_rows`."""
 
-    def norm(self, multiplier: object, eps: float, out: object, *, num_threads: int) -> None:
-        """Write the hidden states, divided by their root mean square, times a multiplier, to `out`.
+    def norm(self, weight: object, out: object, *, offset: float, eps: float, num_threads: int) -> None:
+        """Write the hidden states, divided by their root mean square, times `weight + offset`, to `out`.
 
         Args:
-            multiplier: `[E]` float32.
-            eps: is added to the mean square.
+            weight: `[E]` float32.
             out: `[T, E]` float32, contiguous.
+            offset: is added to the weight.
+            eps: is added to the mean square.
             num_threads: how many threads may work.
 
         Raises:
@@ -435,10 +436,15 @@ def capsule(x: torch.Tensor) -> object:
 
     The capsule keeps the tensor's memory and sizes as they are now: `x` may be turned, or given other memory, while the
     library uses it. It cannot keep memory that is taken from the storage itself, by `x.untyped_storage().resize_` or by
-    an `x.resize_` to more than it holds: that must not happen to what the library holds.
+    by `x.share_memory_` or by an `x.resize_` to more than it holds: that must not happen while the library works.
+
+    Raises:
+        ValueError: the tensor is not on the CPU.
     """
     import torch
 
+    if x.device.type != "cpu":
+        raise ValueError(f"the native library works on the CPU: the tensor is on {x.device}")
     return torch.to_dlpack(x.detach())  # type: ignore[attr-defined]  # it is public
 
 
@@ -545,11 +551,16 @@ def run_layers(calls: Sequence[LayerCall], *, num_threads: int, stage_ns: torch.
 
     Raises:
         ValueError: the sizes of a call do not fit together, a layer's window is larger than that of its step, or what
-            is written overlaps something else. No layer has run then.
+            is written overlaps what its own call reads. No layer has run then.
         TypeError: a call has other members. No layer has run then.
         MemoryError: the system refuses memory to work in. Layers may have run: hidden states and pages are lost.
     """
     _library().run_layers(calls, num_threads=num_threads, stage_ns=stage_ns)
+
+
+def can_run_layers(*, head_dim: int, activation: str) -> bool:
+    """Whether there are native layers of such heads and such an activation."""
+    return head_dim % 2 == 0 and head_dim <= page_layout()["most_head_dim"] and activation in ("silu", "gelu_tanh")
 
 
 def layer_stages() -> tuple[str, ...]:

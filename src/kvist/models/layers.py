@@ -37,10 +37,6 @@ class RMSNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.weight * normalised(x, self.eps).to(x.dtype)
 
-    def multiplier(self) -> torch.Tensor:
-        """What rows are multiplied by once they are normalised, `[dim]`."""
-        return self.weight
-
 
 class OffsetRMSNorm(RMSNorm):
     """Gemma's norm: the weight is kept minus one, and applied before rounding."""
@@ -48,10 +44,7 @@ class OffsetRMSNorm(RMSNorm):
     offset = 1.0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (normalised(x, self.eps) * self.multiplier()).to(x.dtype)
-
-    def multiplier(self) -> torch.Tensor:
-        return self.offset + self.weight.float()
+        return (normalised(x, self.eps) * (self.offset + self.weight.float())).to(x.dtype)
 
 
 def normalised(x: torch.Tensor, eps: float) -> torch.Tensor:
@@ -79,7 +72,7 @@ class DecoderLayer(nn.Module, ABC):
     """A decoder layer. `native_layer.LayerSteps` runs it."""
 
     native: NativeLayer | None = None
-    """The layer as the native library has it. `LayerSteps` makes it, and makes it anew where the layer has changed."""
+    """The layer as the native library has it: made by `use_native_layers` or a step, anew where the layer changed."""
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         # It would keep the memory that the weights leave.

@@ -23,8 +23,8 @@ _MOST_ROWS = 256
 class LayerSteps:
     """Runs the layers of a decoder over the tokens of one step.
 
-    A layer runs natively where all its matrices are quantised, and its pages and hidden states are on the CPU. Else its
-    module runs, which is the native one's twin.
+    A layer runs natively where all its matrices are quantised, its norms and biases are float32, the library knows its
+    activation, and its pages and hidden states are on the CPU. Else its module runs, which is the native one's twin.
 
     Args:
         cache: of the step.
@@ -79,11 +79,17 @@ class LayerSteps:
     def norm(self, norm: RMSNorm, x: torch.Tensor) -> torch.Tensor:
         """The normed hidden states `[T, E]` after the last layer; natively where the last layer ran so."""
         known_x, _, rows = self._made[-1] if self._made else (None, None, None)
-        if known_x is not x or rows is None or not _is_native(norm):
+        if known_x is not x or rows is None or not _is_native_norm(norm):
             y: torch.Tensor = norm(x)
             return y
         out = torch.empty_like(x)
-        rows.norm(native.capsule(norm.multiplier()), norm.eps, native.capsule(out), num_threads=self._num_threads)
+        rows.norm(
+            native.capsule(norm.weight),
+            native.capsule(out),
+            offset=norm.offset,
+            eps=norm.eps,
+            num_threads=self._num_threads,
+        )
         return out
 
     def _rows(self, x: torch.Tensor, rope: Rope) -> native.HiddenRows | None:
@@ -101,15 +107,18 @@ class NativeLayer:
     """A decoder layer as the native library has it, and what shows that it is still the same layer.
 
     What is written to its weights needs no notice: the library reads the tensors themselves. But it does not see that
-    a module, a tensor or a norm's or bias's memory has become another.
+    a module, a tensor or a tensor's memory has become another.
 
     Attributes:
         handle: None where the layer's module must run.
     """
 
     def __init__(self, layer: DecoderLayer) -> None:
-        self.handle, self._vectors = _made(layer.parts()) or (None, [])
-        self._places = [vector.data_ptr() for vector in self._vectors]
+        self.handle = _handle(layer.parts())
+        self._tensors = [*layer.parameters(), *layer.buffers()]
+        self._places = [tensor.data_ptr() for tensor in self._tensors]
+        # While their memory is kept, no other tensor comes to lie in the same place.
+        self._kept = [tensor.detach() for tensor in self._tensors]
         self._members = [
             members
             for module in layer.modules()
@@ -119,20 +128,20 @@ class NativeLayer:
         self._members_then = [dict(members) for members in self._members]
 
     def is_current(self) -> bool:
-        """Whether the layer is as it was, in a microsecond: every step asks every layer."""
+        """Whether the layer is as it was, in two microseconds: every step asks every layer."""
         try:
             # What is the same object is equal at once.
             same = self._members == self._members_then
         except RuntimeError:  # two tensors were compared, and gave no single answer
             return False
-        return same and [vector.data_ptr() for vector in self._vectors] == self._places
+        return same and list(map(torch.Tensor.data_ptr, self._tensors)) == self._places
 
 
 def use_native_layers(decoder: nn.Module) -> None:
     """Make the native layers of a decoder now, so that its first step need not.
 
     Later changes of weights are noticed. Those of what modules know besides are not (`eps`, `scale`, `window`,
-    `activation`), nor is other memory of packed bytes (`matrix.data.data = ...`): call this again.
+    `activation`): call this again.
     """
     for module in decoder.modules():
         if isinstance(module, DecoderLayer):
@@ -146,8 +155,8 @@ def _current(layer: DecoderLayer) -> native.DecoderLayer | None:
     return made.handle
 
 
-def _made(parts: LayerParts) -> tuple[native.DecoderLayer, list[torch.Tensor]] | None:
-    """The layer for the native library, with its biases and norms; None where it has none such."""
+def _handle(parts: LayerParts) -> native.DecoderLayer | None:
+    """The layer for the native library; None where the library computes none such."""
     attention, mlp = parts.attention, parts.mlp
     modules: tuple[nn.Module, ...] = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
     modules += (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
@@ -161,10 +170,15 @@ def _made(parts: LayerParts) -> tuple[native.DecoderLayer, list[torch.Tensor]] |
         parts.mlp_input_norm, parts.mlp_output_norm,
     )  # fmt: skip
     there = [norm for norm in norms if norm is not None]
-    kinds = {(norm.eps, norm.offset) for norm in there if _is_native(norm)}
-    biases = [bias for _, bias in matrices if bias is not None]
-    fits = len(matrices) == len(modules) and all(map(_is_plain, biases)) and all(map(_is_native, there))
-    if not fits or len(kinds) > 1:
+    kinds = {(norm.eps, norm.offset) for norm in there if _is_native_norm(norm)}
+    fits = (
+        len(matrices) == len(modules)
+        and all(bias is None or _is_plain(bias) for _, bias in matrices)
+        and all(map(_is_native_norm, there))
+        and len(kinds) == 1
+        and native.can_run_layers(head_dim=attention.head_dim, activation=mlp.activation)
+    )
+    if not fits:
         return None
     q, k, v, o, gate, up, down = matrices
     eps, offset = kinds.pop()
@@ -184,18 +198,14 @@ def _made(parts: LayerParts) -> tuple[native.DecoderLayer, list[torch.Tensor]] |
         mlp_output_norm=_weight(parts.mlp_output_norm),
         norm_offset=offset,
     )
-    try:
-        layer = native.decoder_layer(
-            weights,
-            eps=eps,
-            head_dim=attention.head_dim,
-            scale=attention.scale,
-            window=attention.window,
-            activation=mlp.activation,
-        )
-    except ValueError:  # heads or an activation that the library does not know
-        return None
-    return layer, [*biases, *(norm.weight for norm in there if isinstance(norm, RMSNorm))]
+    return native.decoder_layer(
+        weights,
+        eps=eps,
+        head_dim=attention.head_dim,
+        scale=attention.scale,
+        window=attention.window,
+        activation=mlp.activation,
+    )
 
 
 def _weight(norm: nn.Module | None) -> torch.Tensor | None:
@@ -203,7 +213,7 @@ def _weight(norm: nn.Module | None) -> torch.Tensor | None:
     return None if norm is None else norm.weight
 
 
-def _is_native(norm: nn.Module) -> TypeGuard[RMSNorm]:
+def _is_native_norm(norm: nn.Module) -> TypeGuard[RMSNorm]:
     """Whether the native library computes this norm. It does not know what else a class of another's may do."""
     return isinstance(norm, RMSNorm) and type(norm) in (RMSNorm, OffsetRMSNorm) and _is_plain(norm.weight)
 
