@@ -66,7 +66,9 @@ def test_a_row_for_each_format_and_the_reference_below(kvist, asked):
     assert exact.split()[:5] == ["fp32", "1,536", "0", "0", "100.00%"]
     assert mixed.split()[:2] == ["k=int8,v=int4", str(3 * 2 * (32 + 4 + 16 + 4))]
     assert 0 < float(mixed.split()[2]) < float(mixed.split()[3])
-    assert reference.startswith(f"reference: fp32 cache, weights and compute; perplexity {exact.split()[5]}; ")
+    assert reference.startswith(
+        f"reference: the same model with fp32 cache, weights and compute; perplexity {exact.split()[5]}; "
+    )
     assert "297 positions scored" in reference
     assert left_over() == []
 

@@ -62,7 +62,7 @@ def test_the_table_names_what_is_saved_and_what_it_costs(kvist, config_of):
     outcome = kvist("plan", "--config", config_of(), "--context", "8192", "--kv-memory", "16GiB")
     assert outcome.code == 0
     table = outcome.out.partition("with fewer KV heads, in bf16")[2].splitlines()
-    assert table[3].split() == [
+    assert table[4].split() == [
         "4",
         "(1/2)",
         "16",
@@ -77,9 +77,9 @@ def test_the_table_names_what_is_saved_and_what_it_costs(kvist, config_of):
         "1.02",
         "x",
     ]
-    assert [line.split()[:3] for line in table[4:6]] == [["2", "(1/4)", "32"], ["1", "(1/8)", "64"]]
+    assert [line.split()[:3] for line in table[5:7]] == [["2", "(1/4)", "32"], ["1", "(1/8)", "64"]]
     advice = " ".join(outcome.out.split())
-    assert "`kvist convert gqa SRC DST --kv-heads 4` makes such a model" in advice
+    assert "`kvist convert gqa SRC DST --kv-heads 4 --method fitted --text FILE` makes such a model" in advice
     assert "`kvist convert report SRC DST --text FILE` measures it" in advice
 
 

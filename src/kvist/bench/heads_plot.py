@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 _SIZE_INCHES = (13.33, 7.5)
 _DPI = 150
 _COLORS = ("viridis", 0.0, 0.85)  # from dark, many heads, to light; beyond that yellow is lost on white
-_MOST_NAMES = 6  # in a line
+_MOST_NAMES, _MOST_LONG_NAMES = 6, 3  # in a line
 _MIB = 2**20
 
 
@@ -46,7 +46,7 @@ def write_heads(path: Path, kind: str, rows: Sequence[HeadsRow], title: str) -> 
             handles,
             labels,
             loc="outside lower center",
-            ncols=min(len(labels), _MOST_NAMES),
+            ncols=min(len(labels), _MOST_LONG_NAMES if any(row.uncached for row in rows) else _MOST_NAMES),
             frameon=False,
             handlelength=1.2,
             columnspacing=1.2,
@@ -62,8 +62,7 @@ def _draw_per_token(axes: Axes, rows: Sequence[HeadsRow], colors: Sequence[Any])
         if row.uncached is not None:
             axes.plot(row.uncached.lengths, row.uncached.ms_per_token, ".--", color=color, linewidth=1.5)
     if any(row.uncached for row in rows):
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter("{x:,g}")
+        _set_log_scale(axes)
         axes.plot([], [], ".--", color="gray", label="without a cache, timed at the dots")
     else:
         axes.set_ylim(bottom=0)
@@ -83,11 +82,20 @@ def _draw_total(axes: Axes, rows: Sequence[HeadsRow], colors: Sequence[Any]) -> 
         _draw_slope(axes, uncached[0].lengths, 2 * max(one.total_seconds[-1] for one in uncached), 2, "quadratic")
     axes.margins(y=0.1)  # room for the names
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
     axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.yaxis.set_major_formatter("{x:,g}")
+    _set_log_scale(axes)
     axes.set_title("Total time")
     _label(axes, "tokens so far", "seconds")
+
+
+def _set_log_scale(axes: Axes) -> None:
+    """A logarithmic scale upwards, with plain numbers at 1, 2 and 5 of each power."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:,g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _draw_slope(axes: Axes, lengths: Sequence[int], seconds: float, power: int, name: str) -> None:

@@ -107,7 +107,7 @@ def write_stacked_bars(
     for number, segment in enumerate(segments):
         lengths = [bar.get(segment, 0.0) for bar in bars.values()]
         drawn = axes.barh(list(bars), lengths, left=ends, color=colors[number % len(colors)], label=segment)
-        labels = [f"{length:.1f}" if length > _LEAST_LABELLED * longest else "" for length in lengths]
+        labels = [f"{length:.2f}" if length > _LEAST_LABELLED * longest else "" for length in lengths]
         axes.bar_label(drawn, labels, label_type="center", fontsize="x-small", color="white")
         ends = [end + length for end, length in zip(ends, lengths, strict=True)]
     axes.invert_yaxis()

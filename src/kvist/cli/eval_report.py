@@ -73,8 +73,9 @@ class EvalReport:
         """The same for a person."""
         found = self.evaluation
         reference = (
-            f"reference: fp32 cache, weights and compute; perplexity {found.reference_perplexity:.3f}; "
-            f"{_duration(found.reference_seconds)}; {found.positions:,} positions scored"
+            "reference: the same model with fp32 cache, weights and compute; "
+            f"perplexity {found.reference_perplexity:.3f}; {_duration(found.reference_seconds)}; "
+            f"{found.positions:,} positions scored"
         )
         return Group(Text(self.title), format_table(found), Text(reference, style="dim"))
 

@@ -175,7 +175,7 @@ def _fewer(
     shape: CacheShape, fewer: Sequence[FewerHeads], shown: int, weights_bytes: int | None
 ) -> tuple[list[str], list[list[Cell]]]:
     """What a half, a quarter and an eighth of the KV heads cost and save, in one format."""
-    headings = ["KV heads", "query heads\nfor each", "cache", "saved", "tokens\nthat fit", "sequences\nthat fit"]
+    headings = ["KV heads", "query\nheads\neach", "cache", "saved", "tokens\nthat fit", "sequences\nthat fit"]
     lines: list[list[Cell]] = []
     for one in fewer:
         found = one.formats[shown]
@@ -200,8 +200,8 @@ def _advice(fewer: Sequence[FewerHeads], weights_bytes: int | None) -> Iterator[
         return
     yield "decoding at most: a step at the end of the context reads so much less, weights and cache together"
     yield (
-        f"{cost}: `kvist convert gqa SRC DST --kv-heads {fewer[0].num_kv_heads}` makes such a model, `kvist convert "
-        "report SRC DST --text FILE` measures it"
+        f"{cost}: `kvist convert gqa SRC DST --kv-heads {fewer[0].num_kv_heads} --method fitted --text FILE` makes "
+        "such a model, `kvist convert report SRC DST --text FILE` measures it"
     )
 
 
@@ -245,7 +245,9 @@ def _percent(size: int, budget: int) -> str:
     percent = 100 * size / budget
     if percent < 1:
         return "< 1%"
-    return f"{percent:,.0f}%" if percent <= 1_000_000 else "> 10,000 x"
+    if percent <= 1_000:
+        return f"{percent:,.0f}%"
+    return f"{percent / 100:,.0f} x" if percent <= 1_000_000 else "> 10,000 x"
 
 
 def _listed(names: Sequence[str]) -> str:
