@@ -26,6 +26,11 @@ from figures import Row, draw, table
 from small_model import NUM_HEADS, write_untrained
 
 from kvist.bench.machine import MachineFacts
+from kvist.checks import check_integer
+from kvist.config import check_threads
+from kvist.convert import to_gqa
+from kvist.convert.gqa_config import GqaConfig
+from kvist.convert.record import ConversionRecord
 from kvist.convert.uptrain import Uptraining
 from kvist.convert.uptrain_config import UptrainConfig
 from kvist.convert.uptrain_curve import CurveRow
@@ -40,7 +45,10 @@ UPTRAINED_FRACTION = 0.05
 def main() -> int:
     """Train, convert, train on; the table at the end."""
     options = parsed()
+    planned = conversions(options)
+    check_trainings(options)
     if options.threads is not None:
+        check_threads("threads", options.threads)
         torch.set_num_threads(options.threads)
     out: Path = options.out
     out.mkdir(parents=True, exist_ok=True)
@@ -53,13 +61,35 @@ def main() -> int:
     uptrain = UptrainConfig(
         steps=max(1, math.ceil(UPTRAINED_FRACTION * steps)), learning_rate=options.uptrain_rate, **losses(options)
     )
-    rows = [uptrained("none", NUM_HEADS, mha, text, options, uptrain)]
-    for method in options.methods.split(","):
-        for kv_heads in map(int, options.kv_heads.split(",")):
-            rows.append(uptrained(method, kv_heads, mha, text, options, uptrain))
-            write(out, rows, trained, uptrain, mha_loss)
+    rows: list[Row] = []
+    for method, kv_heads in planned:
+        rows.append(uptrained(method, kv_heads, mha, text, options, uptrain))
+        write(out, rows, trained, uptrain, mha_loss)
     print(table(rows, mha_loss))
     return 0
+
+
+def conversions(options: argparse.Namespace) -> list[tuple[GqaConfig | None, int]]:
+    """Methods and KV heads, the control first: looked at before the MHA model takes its minutes.
+
+    Raises:
+        OptionError: there is no such method, or the KV heads are no divisors.
+    """
+    methods = [GqaConfig(method) for method in options.methods.split(",")]
+    fewer = [divisor for divisor in range(1, NUM_HEADS) if NUM_HEADS % divisor == 0]
+    counts = [int(count) if count.isdecimal() else count for count in options.kv_heads.split(",")]
+    if wrong := [count for count in counts if count not in fewer]:
+        raise OptionError(
+            f"kv-heads names {shown(wrong[0])}: the model has {NUM_HEADS} heads, take {', '.join(map(str, fewer))}"
+        )
+    return [(None, NUM_HEADS), *((method, int(count)) for method in methods for count in counts)]
+
+
+def check_trainings(options: argparse.Namespace) -> None:
+    """Raise `OptionError` for what no training takes, that of the converted models too."""
+    UptrainConfig(minutes=options.minutes, learning_rate=options.rate, **losses(options))
+    UptrainConfig(steps=1, learning_rate=options.uptrain_rate, **losses(options))
+    check_integer("vocab-size", options.vocab_size, 1)
 
 
 def parsed() -> argparse.Namespace:
@@ -139,31 +169,28 @@ def check_same_run(mha: Path, asked: dict[str, object]) -> None:
 
 def last_training(directory: Path) -> dict[str, Any] | None:
     """What is written down of a training that came to its end; None where none did."""
-    path = directory / "conversion.json"
-    trainings = read_json(path).get("uptraining") if path.is_file() else None
-    return trainings[-1] if isinstance(trainings, list) else None
+    training = ConversionRecord.read(directory).training
+    return None if training is None else dict(training.fields)
 
 
 def uptrained(
-    method: str, kv_heads: int, mha: Path, text: EvaluationText, options: argparse.Namespace, config: UptrainConfig
+    method: GqaConfig | None,
+    kv_heads: int,
+    mha: Path,
+    text: EvaluationText,
+    options: argparse.Namespace,
+    config: UptrainConfig,
 ) -> Row:
-    """Convert the MHA model and train what comes of it. The converted model is not kept."""
+    """Convert the MHA model, by no method for the control, and train what comes of it, which is not kept."""
+    name = "none" if method is None else method.method
     with tempfile.TemporaryDirectory(dir=options.out) as folder:
-        student = Path(folder) / f"{method}-{kv_heads}"
-        if method == "none":
+        student = Path(folder) / f"{name}-{kv_heads}"
+        if method is None:
             shutil.copytree(mha, student)
         else:
-            convert(mha, student, kv_heads, method, options.text)
-        result = run(Uptraining(student, None, [text], config), f"{method}, {kv_heads} KV heads")
-    return Row(method, kv_heads, result.loss_before, result.loss_after, result.seconds)
-
-
-def convert(source: Path, destination: Path, kv_heads: int, method: str, text: Path) -> None:
-    """Merge KV heads; the text is for the methods that look at one."""
-    from kvist.convert import to_gqa
-    from kvist.convert.gqa_config import CALIBRATED, GqaConfig
-
-    to_gqa(source, destination, kv_heads, config=GqaConfig(method), text=text if method in CALIBRATED else None)
+            to_gqa(mha, student, kv_heads, config=method, text=options.text if method.is_calibrated else None)
+        result = run(Uptraining(student, None, [text], config), f"{name}, {kv_heads} KV heads")
+    return Row(name, kv_heads, result.loss_before, result.loss_after, result.seconds)
 
 
 def run(training: Uptraining, name: str) -> UptrainResult:

@@ -245,6 +245,14 @@ def test_cross_attention_reads_an_encoder_that_was_projected_once() -> None:
     close(together, attention.o_proj(torch.einsum("bhij,bjhd->bihd", weights, v).flatten(2)))
 
 
+@pytest.mark.parametrize("mask", [None, torch.ones(2, 3, 0, dtype=torch.bool), torch.ones(2, 3, dtype=torch.bool)])
+def test_an_encoder_that_gave_nothing_is_seen_as_zeros(mask: torch.Tensor | None) -> None:
+    attention = module(6, 2, bias=True)
+    y, _ = attention(inputs(2, 3), attention.encode(inputs(2, 0)), mask=mask)
+    assert y.shape == (2, 3, 24)
+    assert not y.any()
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_an_encoder_may_have_another_width_than_the_decoder(bias: bool) -> None:
     attention, x = module(6, 2, bias=bias, kv_dim=40), inputs(2, 3)

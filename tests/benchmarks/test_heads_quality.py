@@ -94,6 +94,47 @@ def test_the_model_of_another_run_is_refused(
     )
 
 
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--methods", "mean,fited"), "unknown method 'fited'"),
+        (("--kv-heads", "8,x"), "kv-heads names 'x': the model has 16 heads, take 1, 2, 4, 8"),
+        (("--kv-heads", "8,3"), "kv-heads names 3: the model has 16 heads, take 1, 2, 4, 8"),
+        (("--kv-heads", "16"), "kv-heads names 16: "),
+        (("--kv-heads", ""), "kv-heads names ''"),
+        (("--uptrain-rate", "-1"), "learning_rate"),
+        (("--sequence", "1"), "sequence"),
+        (("--threads", "0"), "threads"),
+    ],
+)
+def test_options_are_looked_at_before_anything_is_made(
+    text: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(OptionError) as caught:
+        run(monkeypatch, text, *more)
+    assert message in str(caught.value)
+    assert not text.with_name("out").exists()
+
+
+def test_the_control_is_written_before_another_row_is_done(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = measure.uptrained
+
+    def interrupted(method: Any, *arguments: Any) -> Any:
+        if method is not None:
+            raise KeyboardInterrupt
+        return plain(method, *arguments)
+
+    monkeypatch.setattr(measure, "uptrained", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(monkeypatch, text)
+    assert [row["method"] for row in written(text.with_name("out"))["rows"]] == ["none"]
+
+
+def test_a_record_without_a_training_is_of_none(tmp_path: Path) -> None:
+    (tmp_path / "conversion.json").write_text('{"uptraining": []}')
+    assert measure.last_training(tmp_path) is None
+
+
 def test_the_model_of_another_text_is_refused(text: Path, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text.write_text(TEXT.replace("twig", "leaf"))
     with pytest.raises(OptionError, match=r"of another run: text was '[0-9a-f]{64}' and is '[0-9a-f]{64}': give"):

@@ -29,6 +29,8 @@ def test_gqa_makes_a_model_and_says_what_it_is(kvist, source, tmp_path):
 
 
 def test_json_is_the_record(kvist, source, tmp_path):
+    outcome = kvist("convert", "expand", str(source), str(tmp_path / "shown"))
+    assert outcome.out.splitlines()[1] == "its cache takes 2 times the bytes"
     outcome = kvist("convert", "expand", str(source), str(tmp_path / "made"), "--json")
     record = json.loads((tmp_path / "made" / "conversion.json").read_text())
     assert json.loads(outcome.out) == record

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import os
 import shutil
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 from convert_fakes import change_state, same_bits, state_of
 
-from kvist.convert import converted_weights, destination, expand, to_gqa
+from kvist.convert import converted_weights, expand, to_gqa
 from kvist.convert.gqa_config import GqaConfig
 from kvist.convert.uptrain_checkpoint import FOLDER
 from kvist.errors import KvistError, ModelFileError, NumericsError, OptionError, PromptError
@@ -84,10 +86,10 @@ def test_what_exists_is_replaced_by_force_alone(checkpoint, tmp_path):
     with pytest.raises(OptionError, match="made exists: give --force to replace it, or take another name"):
         to_gqa(source, made, 1)
     assert same_bits(state_of(made), before)
-    (made / "left.txt").write_text("of the model that was there")
+    (made / "vocab.txt").write_text("of the model that was there")
     to_gqa(source, made, 1, force=True)
     assert state_of(made)["model.layers.0.self_attn.k_proj.weight"].shape == (8, 64)
-    assert not (made / "left.txt").exists()
+    assert not (made / "vocab.txt").exists()
     assert left_over(tmp_path) == {"made"}
 
 
@@ -98,6 +100,91 @@ def test_force_replaces_no_folder_that_holds_other_things(checkpoint, tmp_path):
     with pytest.raises(OptionError, match="exists and holds no model, so it is not replaced: take another name"):
         to_gqa(checkpoint(), home, 2, force=True)
     assert (home / "letters.txt").read_text() == "dear"
+
+
+@pytest.mark.parametrize("name", ["thesis.docx", "notes.txt", "run.py", "curve.png", ".env", "settings.json"])
+def test_force_replaces_no_model_with_other_files_beside_it(checkpoint, tmp_path, name):
+    made = tmp_path / "made"
+    to_gqa(checkpoint(), made, 2)
+    (made / name).write_text("work")
+    with pytest.raises(OptionError, match=f"holds the file {name}, which is no part of a model, so it is not replaced"):
+        to_gqa(tmp_path / "source", made, 1, force=True)
+    assert (made / name).read_text() == "work"
+    assert left_over(tmp_path) == {"made"}
+
+
+def test_force_replaces_what_a_conversion_and_a_training_write(checkpoint, tmp_path):
+    """All that transformers writes beside a model, what the source has besides, and what a kill left."""
+    source, made = checkpoint(), tmp_path / "made"
+    (source / "params.json").write_text("{}")
+    (source / "LICENSE.txt").write_text("free")
+    to_gqa(source, made, 2)
+    for name in (
+        "uptraining.jsonl",
+        "special_tokens_map.json",
+        "spiece.model",
+        ".conversion.json.partial",
+        "README.md",
+    ):
+        (made / name).write_text("{}")
+    for name in (".trained.partial", ".uptraining.partial", "additional_chat_templates"):
+        (made / name).mkdir()
+    to_gqa(source, made, 1, force=True)
+    assert {path.name for path in made.iterdir()} == {path.name for path in source.iterdir()} | {"conversion.json"}
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_what_came_meanwhile_is_not_replaced_unasked(checkpoint, tmp_path, monkeypatch, force):
+    source, made = checkpoint(), tmp_path / "made"
+    copy_others = converted_weights.ConvertedWeights.copy_others
+
+    def meanwhile(self, progress):
+        copy_others(self, progress)
+        made.mkdir()
+        (made / "thesis.txt").write_text("work")
+
+    monkeypatch.setattr(converted_weights.ConvertedWeights, "copy_others", meanwhile)
+    with pytest.raises(OptionError, match="made exists and holds no model, so it is not replaced"):
+        to_gqa(source, made, 2, force=force)
+    assert (made / "thesis.txt").read_text() == "work"
+    assert left_over(tmp_path) == {"made"}
+
+
+def test_what_a_kill_left_goes_away_with_the_next_and_what_another_makes_stays(checkpoint, tmp_path):
+    source, made = checkpoint(), tmp_path / "made"
+    for name in (".made.abc.partial", ".made.live.partial", ".other.abc.partial"):
+        (tmp_path / name / "made").mkdir(parents=True)
+    descriptor = os.open(tmp_path / ".made.live.partial", os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        to_gqa(source, made, 2)
+    finally:
+        os.close(descriptor)
+    assert left_over(tmp_path) == {"made", ".made.live.partial", ".other.abc.partial"}
+
+
+def test_a_model_that_a_kill_left_moved_aside_gets_its_name_back(checkpoint, tmp_path, monkeypatch):
+    source, made = checkpoint(), tmp_path / "made"
+    to_gqa(source, made, 2)
+    before, replace = state_of(made), Path.replace
+
+    def killed(self, target):
+        if self.name == "made" and ".partial" in str(self):
+            self.parent.rename(kept)  # so that no cleanup finds it
+            raise KeyboardInterrupt
+        return replace(self, target)
+
+    kept = tmp_path / "kept"
+    monkeypatch.setattr(Path, "replace", killed)
+    with pytest.raises((KeyboardInterrupt, FileNotFoundError)):
+        to_gqa(source, made, 1, force=True)
+    monkeypatch.undo()
+    assert not made.exists()
+    kept.rename(tmp_path / ".made.abc.partial")
+    with pytest.raises(OptionError, match="made exists: give --force"):
+        to_gqa(source, made, 1)
+    assert same_bits(state_of(made), before)
+    assert left_over(tmp_path) == {"made"}
 
 
 @pytest.mark.parametrize("other", ["src/main.py", ".git/HEAD"])
@@ -132,10 +219,8 @@ def test_force_replaces_no_model_in_which_a_training_waits(checkpoint, tmp_path)
 
 
 @pytest.mark.parametrize("place", ["", "inside", ".."])
-def test_the_source_is_never_in_the_way(checkpoint, monkeypatch, place):
+def test_the_source_is_never_in_the_way(checkpoint, place):
     source = checkpoint()
-    if place == "..":  # as if it were a model
-        monkeypatch.setattr(destination, "_check_is_a_model", lambda path, target: None)
     before = state_of(source)
     with pytest.raises(OptionError, match="lie in one another"):
         to_gqa(source, source / place, 2, force=True)

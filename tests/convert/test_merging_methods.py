@@ -10,14 +10,13 @@ from convert_fakes import FAMILIES, NORMED, TOKENS, change_state, logits_of_tran
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from kvist.convert import calibration, fitting, to_gqa
+from kvist.convert import to_gqa
 from kvist.convert.aligning import similar_groups
 from kvist.convert.attention_weights import AttentionWeights
 from kvist.convert.calibration import layers_on_text
-from kvist.convert.fitting import chosen_ridge, missed_share
+from kvist.convert.fitting import fitted_projection, missed_share
 from kvist.convert.gqa_config import GqaConfig
 from kvist.convert.merging import mean_heads
-from kvist.convert.plain_attention import attention
 from kvist.convert.source import Source
 from kvist.evaluate.text_windows import EvaluationText, text_windows
 from kvist.loading.progress import no_progress
@@ -118,27 +117,37 @@ def test_layers_on_a_text_give_what_transformers_gives(checkpoint, family):
     assert all(parameter.is_meta for parameter in opened.decoder.layers.parameters()), "a layer was left in memory"
 
 
-def test_hidden_states_lie_in_memory_three_times(checkpoint, text, monkeypatch):
-    source, (num_windows, length, width) = checkpoint(), (32, 24, 64)
-    hidden_bytes = num_windows * length * width * 4
-    peak = 0
+def tensors_in_memory():
+    """Bytes of all storages that Python reaches."""
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in gc.get_objects()
+        if issubclass(type(tensor), torch.Tensor) and not tensor.is_meta
+    }
+    return sum(storages.values())
 
-    def held(*arguments):
-        """Bytes of all tensors of so many positions, whoever holds them."""
-        nonlocal peak
-        storages = {
-            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-            for tensor in gc.get_objects()
-            if type(tensor) is torch.Tensor and tensor.shape[-2:] == (length, width) and not tensor.is_meta
-        }
-        peak = max(peak, sum(storages.values()))
-        return attention(*arguments)
 
-    for module in (calibration, fitting):
-        monkeypatch.setattr(module, "attention", held)
-    config = GqaConfig("fitted", window=length, windows=num_windows)
-    to_gqa(source, source.with_name("made"), 1, config=config, text=text)
-    assert 2.9 < peak / hidden_bytes < 3.2
+def test_what_lies_in_memory_while_a_layer_is_fitted(checkpoint, text, monkeypatch):
+    """The text's hidden states four times, and 20 matrices of `[E, E]` in float64, the layer itself among them."""
+    source, length, width = checkpoint(), 24, 64
+    peaks: dict[int, int] = {}
+    solve, calls = torch.cholesky_solve, 0
+    before = tensors_in_memory()
+
+    def counted(*arguments):
+        nonlocal calls
+        result, calls = solve(*arguments), calls + 1
+        if calls % 5 == 0:  # looking takes a while
+            peaks[windows] = max(peaks.get(windows, 0), tensors_in_memory() - before)
+        return result
+
+    monkeypatch.setattr(torch, "cholesky_solve", counted)
+    for windows in (4, 64):
+        made = source.with_name(f"made_{windows}")
+        to_gqa(source, made, 1, config=GqaConfig("fitted", window=length, windows=windows), text=text)
+    hidden_bytes, matrix_bytes = length * width * 4, width * width * 8
+    assert 3.9 < (peaks[64] - peaks[4]) / (60 * hidden_bytes) < 4.1
+    assert (peaks[4] - 4 * 4 * hidden_bytes) / matrix_bytes < 21
 
 
 # --- aligned ----------------------------------------------------------------------------------------------------------
@@ -224,19 +233,32 @@ def test_the_ridge_is_the_one_that_serves_parts_of_the_text_that_were_kept_apart
         for shape in ((4, 20, 12), (12, 5), (12, 5), (4, 20, 5))
     )
     targets = rows @ (start + 0.3 * change) + noise * errors
-    missed = {}
+    missed, whole = {}, {}
     for one in (0.03, 0.1, 0.3, 1.0):
         total = 0.0
-        for apart in range(4):
+        for apart in (0, 1, 2, 3, None):
             others = [part for part in range(4) if part != apart]
             x, y = rows[others].flatten(0, 1), targets[others].flatten(0, 1)
             strength = one * x.square().sum(0).mean()
             drawn = strength.sqrt() * torch.eye(12, dtype=torch.float64)
             output = torch.linalg.lstsq(torch.cat((x, drawn)), torch.cat((y, drawn @ start))).solution
+            if apart is None:
+                whole[one] = output
+                continue
             total += float((rows[apart] @ output - targets[apart]).square().sum())
         missed[one] = total
     assert min(missed, key=missed.__getitem__) == ridge
-    assert chosen_ridge(rows.mT @ rows, rows.mT @ targets, start) == ridge
+    parts = [([x[:7], x[7:]], [y[:7], y[7:]]) for x, y in zip(rows, targets, strict=True)]
+    torch.testing.assert_close(fitted_projection(parts, start), whole[ridge])
+
+
+def test_parts_without_a_value_that_is_not_zero_are_fitted():
+    """What the other parts leave of the second moments is rounding alone."""
+    generator = torch.Generator().manual_seed(0)
+    rows, targets = (torch.randn(4, 20, n, generator=generator, dtype=torch.float64) for n in (12, 5))
+    rows[:3] = 0
+    parts = [([x], [y]) for x, y in zip(rows, targets, strict=True)]
+    assert fitted_projection(parts, torch.zeros(12, 5, dtype=torch.float64)).isfinite().all()
 
 
 @pytest.mark.parametrize("windows", [1, 3])

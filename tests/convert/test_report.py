@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import re
@@ -13,6 +14,7 @@ from tiny_files import hf_state, write_tiny_directory
 from uptrain_tiny import TEXT, write_student, write_teacher, write_text
 
 from kvist.cli.app import command_line
+from kvist.cli.convert_report import report as report_command
 from kvist.convert.report import conversion_report
 from kvist.convert.report_config import ReportConfig
 from kvist.convert.report_markdown import markdown
@@ -21,6 +23,7 @@ from kvist.convert.uptrain import Uptraining
 from kvist.convert.uptrain_config import UptrainConfig
 from kvist.errors import OptionError, PromptError
 from kvist.evaluate.text_windows import EvaluationText
+from kvist.kv_format import LayerFormats
 from kvist.loading import load
 
 SMALL = ["--window", "64", "--windows", "3", "--contexts", "40,200", "--tokens", "2", "--repetitions", "1"]
@@ -256,3 +259,13 @@ def test_what_cannot_be_reported_is_said_in_a_line(
     assert printed.out == ""
     assert message in printed.err
     assert printed.err.count("\n") == 1
+
+
+def test_the_command_takes_by_default_what_the_configuration_does() -> None:
+    taken = {name: each.default for name, each in inspect.signature(report_command).parameters.items()}
+    config = ReportConfig()
+    assert taken["contexts"] == ",".join(map(str, config.contexts))
+    assert taken["tokens"] == config.new_tokens
+    assert LayerFormats.parse(taken["kv_format"]) == config.kv_format
+    for name in ("window", "windows", "repetitions", "weights_format"):
+        assert taken[name] == getattr(config, name)

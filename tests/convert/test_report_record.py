@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,12 +12,13 @@ from typing import Any
 import pytest
 from uptrain_tiny import write_student, write_teacher, write_text
 
+from kvist.convert.conversion import to_gqa
+from kvist.convert.record import ConversionRecord, add_training
 from kvist.convert.report import conversion_report
 from kvist.convert.report_config import ReportConfig
 from kvist.convert.report_markdown import markdown
 from kvist.convert.report_plot import draw_training
-from kvist.convert.report_record import ConversionRecord, read_curve
-from kvist.convert.uptrain_curve import Curve, CurveRow
+from kvist.convert.uptrain_curve import Curve, CurveRow, read_curve
 from kvist.errors import ModelFileError
 from kvist.evaluate.text_windows import EvaluationText
 
@@ -51,7 +54,7 @@ def test_what_was_trained_is_read(tmp_path: Path) -> None:
 
 
 def test_what_is_not_said_is_left_out(tmp_path: Path) -> None:
-    assert ConversionRecord.read(tmp_path) == ConversionRecord({}, None, None)
+    assert ConversionRecord.read(tmp_path) == ConversionRecord()
     assert read(tmp_path, {"uptraining": []}).training is None
     training = read(tmp_path, {"uptraining": [{}]}).training
     assert training is not None
@@ -63,7 +66,8 @@ def test_what_is_not_said_is_left_out(tmp_path: Path) -> None:
     [
         ({"method": 7}, "method is 7"),
         ({"uptraining": {}}, "uptraining is {}"),
-        ({"uptraining": ["a"]}, "its last uptraining is 'a'"),
+        ({"uptraining": ["a"]}, "an uptraining in it is 'a'"),
+        ({"uptraining": ["a", TRAINING]}, "an uptraining in it is 'a'"),
         *(
             ({"uptraining": [TRAINING | {name: value}]}, f"{name} is ")
             for name, value in {
@@ -132,3 +136,43 @@ def test_what_a_record_says_is_shown_and_never_acted_on(tmp_path: Path) -> None:
     (row,) = (line for line in written.splitlines() if line.startswith("| ") and plain in line)
     assert row.replace("\\|", "").count("|") == 3
     json.dumps(report.figures()).encode()
+
+
+def test_a_record_that_is_nested_too_deep_is_said_to_be(tmp_path: Path) -> None:
+    deep: Any = []
+    for _ in range(600):
+        deep = [deep]
+    (tmp_path / "conversion.json").write_text(json.dumps({"layers": deep}))
+    limit = sys.getrecursionlimit()
+    plain = json.dumps
+
+    def dumped(*arguments: Any, **options: Any) -> str:
+        sys.setrecursionlimit(len(inspect.stack(0)) + 100)
+        try:
+            return plain(*arguments, **options)
+        finally:
+            sys.setrecursionlimit(limit)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(json, "dumps", dumped)
+        with pytest.raises(ModelFileError, match="is nested too deeply: convert the model again, or delete the file"):
+            ConversionRecord.read(tmp_path)
+
+
+def test_a_training_is_added_once(tmp_path: Path) -> None:
+    read(tmp_path, {"method": "mean", "uptraining": [{"steps": 1}]})
+    for steps in (2, 3):
+        add_training(tmp_path, "a", {"steps": steps})
+    add_training(tmp_path, "b", {"steps": 4})
+    record = ConversionRecord.read(tmp_path)
+    assert record.method == "mean"
+    assert record.fields["uptraining"] == [{"steps": 1}, {"id": "a", "steps": 3}, {"id": "b", "steps": 4}]
+
+
+def test_a_source_whose_record_is_of_another_form_is_not_converted(tmp_path: Path) -> None:
+    """It would be carried, and no reader would take it."""
+    source = write_teacher(tmp_path / "source")
+    (source / "conversion.json").write_text('{"a": NaN}')
+    with pytest.raises(ModelFileError, match="holds a number that is not finite"):
+        to_gqa(source, tmp_path / "made", 1)
+    assert not (tmp_path / "made").exists()

@@ -95,6 +95,19 @@ def test_another_rate_is_noted(asked: list[str], tmp_path: Path, capsys: pytest.
     assert "note: the learning rate was 0.002 and is 0.001 from here on" in capsys.readouterr().err
 
 
+def test_another_number_of_threads_is_noted(
+    asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        stopped(training(tmp_path / "student", tmp_path / "teacher"), 2)
+        assert command_line([*asked, "--resume"]) == 0
+    finally:
+        torch.set_num_threads(threads)
+    assert "note: 2 threads computed it and 1 do from here on: the weights will be others" in capsys.readouterr().err
+
+
 def test_ctrl_c_saves_and_says_how_to_go_on(asked: list[str], tmp_path: Path) -> None:
     before = load_file(tmp_path / "student" / "model.safetensors")
     command = [sys.executable, "-m", "kvist.cli.main", *asked]

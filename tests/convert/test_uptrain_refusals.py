@@ -13,7 +13,8 @@ from uptrain_tiny import files, student_state, train_config, training, write_stu
 
 from kvist.convert.uptrain import Uptraining
 from kvist.convert.uptrain_config import UptrainConfig
-from kvist.errors import KvistError, PromptError
+from kvist.convert.uptrain_curve import CurveRow
+from kvist.errors import KvistError, NumericsError, OptionError, PromptError
 from kvist.evaluate.text_windows import EvaluationText
 
 
@@ -102,3 +103,38 @@ def test_quantised_weights_are_refused(student: Path, tmp_path: Path) -> None:
 def test_a_damaged_record_is_refused_before_the_training(student: Path, teacher: Path, record: str) -> None:
     (student / "conversion.json").write_text(record)
     assert "conversion.json" in refusal(student, teacher)
+
+
+def test_a_second_training_of_a_folder_is_refused(student: Path, teacher: Path) -> None:
+    first, second = training(student, teacher), training(student, teacher)
+
+    def told(row: CurveRow) -> None:
+        if row.step == 2:
+            with pytest.raises(OptionError, match=f"another training is at work in {student}: wait for its end"):
+                second.run()
+            first.save()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        first.run(told)
+    with pytest.raises(OptionError, match=f"another training was at work in {student} meanwhile: begin again"):
+        second.run()
+    assert training(student, teacher, resume=True).run().steps == 6
+
+
+def test_a_batch_that_cannot_lie_in_memory_is_refused(student: Path, teacher: Path) -> None:
+    said = refusal(student, teacher, train_config(batch=99_999_999_999))
+    assert "the hidden states of 99,999,999,999 sequences of 16 tokens take 1" in said
+    assert said.endswith("of memory are free: take a smaller --batch")
+
+
+def test_a_seed_that_is_none_is_refused() -> None:
+    assert train_config(seed=2**64 - 1).seed == 2**64 - 1
+    with pytest.raises(OptionError, match="seed is 18446744073709551616: it must be from 0 to 18446744073709551615"):
+        train_config(seed=2**64)
+
+
+def test_weights_of_losses_that_no_step_survives_are_named(student: Path, teacher: Path) -> None:
+    begun = training(student, teacher, train_config(text_weight=1e308, logit_weight=1e308))
+    with pytest.raises(NumericsError, match="before it is trained: convert it again, or give its losses lower weights"):
+        begun.run()

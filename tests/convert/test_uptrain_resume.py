@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from uptrain_tiny import (
     TEXT,
     TRAINED_ON,
@@ -194,7 +197,7 @@ def refusal(student: Path, teacher: Path, **options: Any) -> str:
 def test_a_training_that_waits_is_neither_begun_anew_nor_changed_unasked(student: Path, teacher: Path) -> None:
     assert "leave --resume out" in refusal(student, teacher, resume=True)
     stopped(training(student, teacher), 2)
-    assert "after step 2 of 6: go on with --resume, or drop it with --restart" in refusal(student, teacher)
+    assert "after step 2 of 6: go on with --resume, or begin anew with --restart" in refusal(student, teacher)
     assert "batch was 2 and is 3" in refusal(student, teacher, config=train_config(batch=3), resume=True)
     assert "steps was 6 and is 8" in refusal(student, teacher, config=train_config(8), resume=True)
     minutes = train_config(None, minutes=1.0)
@@ -276,15 +279,19 @@ def test_damaged_tensors_are_refused(student: Path, teacher: Path) -> None:
         {"seconds": "long"},
         {"plan": None},
         {"plan": {}},
-        {"plan.settings": {}},
-        {"plan.settings": "fp32"},
-        {"plan.settings.compute": "fp8"},
-        {"plan.texts": {"twig.txt": "0" * 64}},
-        {"plan.texts": ["twig.txt"]},
-        {"plan.held_out": "twig.txt"},
-        {"plan.learning_rate": None},
-        {"plan.minutes": "20"},
-        {"plan.teacher_hash": 3},
+        {"plan.asked.settings": {}},
+        {"plan.asked.settings": "fp32"},
+        {"plan.asked.settings.compute": "fp8"},
+        {"plan.asked.texts": {"twig.txt": "0" * 64}},
+        {"plan.asked.texts": ["twig.txt"]},
+        {"plan.asked.held_out": "twig.txt"},
+        {"plan.asked.learning_rate": None},
+        {"plan.asked.minutes": "20"},
+        {"plan.asked.teacher": "many"},
+        {"plan.asked.teacher.files_hash": 3},
+        {"plan.asked.student_hash": None},
+        {"plan.training_id": 3},
+        {"plan.num_threads": 0},
         {"plan.num_steps": 0},
     ],
     ids=str,
@@ -309,3 +316,132 @@ def test_a_checkpoint_of_another_version_is_refused(student: Path) -> None:
     (saved / "training.json").write_text('{"version": 1, "plan": {}}')
     with pytest.raises(ModelFileError, match="another version of Kvist: start again with --restart"):
         uptrain_checkpoint.latest(student)
+
+
+# --- the student, and how it is computed ------------------------------------------------------------------------------
+
+
+def change(student: Path, name: str) -> None:
+    state = weights(student)
+    state[name] = 1.5 * state[name]
+    save_file(state, student / "model.safetensors", {"format": "pt"})
+
+
+def test_a_student_whose_other_weights_changed_is_refused(student: Path, teacher: Path) -> None:
+    config = train_config(train="attention")
+    stopped(training(student, teacher, config), 2)
+    change(student, "model.layers.1.mlp.up_proj.weight")
+    said = refusal(student, teacher, config=config, resume=True)
+    assert "the model that is trained is another, or its files changed" in said
+
+
+def test_what_the_checkpoint_has_may_lie_in_the_folder_in_any_state(student: Path, teacher: Path) -> None:
+    """As after an end that was cut short."""
+    config = train_config(train="attention")
+    stopped(training(student, teacher, config), 2)
+    change(student, "model.layers.1.self_attn.q_proj.weight")
+    assert training(student, teacher, config, resume=True).run().steps == 6
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_a_student_of_another_configuration_or_tokenizer_is_refused(student: Path, teacher: Path, name: str) -> None:
+    stopped(training(student, teacher), 2)
+    for directory in (student, teacher) if name == "tokenizer.json" else (student,):
+        text = (directory / name).read_text()
+        changed = (
+            text.replace('"a b"', '"e e"').replace('"ab"', '"ee"').replace('"rms_norm_eps": ', '"rms_norm_eps": 2')
+        )
+        assert changed != text
+        (directory / name).write_text(changed)
+    assert "the model that is trained is another, or its files changed" in refusal(student, teacher, resume=True)
+
+
+def test_the_number_of_threads_is_kept_and_may_be_another(student: Path, teacher: Path) -> None:
+    threads = torch.get_num_threads()
+    begun = training(student, teacher)
+    assert (begun.num_threads, begun.num_threads_before) == (threads, None)
+    stopped(begun, 2)
+    try:
+        torch.set_num_threads(threads + 1)
+        again = training(student, teacher, resume=True)
+        assert (again.num_threads, again.num_threads_before) == (threads + 1, threads)
+        stopped(again, 3)
+        assert training(student, teacher, resume=True).num_threads_before == threads + 1
+    finally:
+        torch.set_num_threads(threads)
+
+
+# --- begun anew -------------------------------------------------------------------------------------------------------
+
+
+def test_a_restart_that_diverges_says_what_will_be_taken(student: Path, teacher: Path) -> None:
+    stopped(training(student, teacher), 3)
+    before = files(student)
+    with pytest.raises(NumericsError, match="checkpoint in it are as they were: start again with --restart and a low"):
+        training(student, teacher, train_config(learning_rate=1e30), restart=True).run()
+    assert files(student) == before
+    again = training(student, teacher, restart=True)
+    stopped(again, 2)
+    assert "step 2 is kept" in again._not_finite(3)
+
+
+def test_a_model_whose_loss_is_no_number_from_the_first_is_not_blamed_on_the_rate(
+    student: Path, teacher: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps are timed with a rate of 0."""
+    begun_with = uptrain_module.backward
+
+    def infinite(*arguments: Any) -> StepLosses:
+        losses = begun_with(*arguments)
+        for parameter in arguments[0].model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.fill_(float("inf"))
+        return losses
+
+    monkeypatch.setattr(uptrain_module, "backward", infinite)
+    for config in (train_config(None, minutes=0.2), train_config()):
+        with pytest.raises(NumericsError, match="not a finite number before it is trained: convert it again, or"):
+            training(student, teacher, config).run()
+
+
+# --- how often it is judged -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("steps", "count"), [(1, 1), (7, 7), (8, 8), (9, 8), (15, 8), (16, 8), (17, 8)])
+def test_a_training_is_judged_eight_times_at_most_and_at_its_end(
+    student: Path, teacher: Path, steps: int, count: int
+) -> None:
+    judged = [step for step, _ in training(student, teacher, train_config(steps, batch=1)).run().curve.validations]
+    assert judged[0] == 0
+    assert judged[-1] == steps
+    assert len(judged) == 1 + count
+    assert max(later - one for one, later in pairwise(judged)) <= -(-steps // 8)
+
+
+def test_no_more_steps_are_planned_than_may_be_asked_for(
+    student: Path, teacher: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uptrain_module, "MOST_STEPS", 5)
+    assert training(student, teacher, train_config(None, minutes=5.0)).num_steps == 5
+
+
+def test_an_interrupt_does_not_wait_for_a_forward_pass(
+    student: Path, teacher: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With which it is seen whether the weights can be saved."""
+    begun = training(student, teacher, train_config(save_minutes=0))
+    passes, plain = [], begun._compute_gradients
+
+    def interrupted(*arguments: Any) -> StepLosses:
+        losses = plain(*arguments)
+        passes.append(begun.step)
+        if len(passes) == 2:  # the first step's save
+            signal.raise_signal(signal.SIGINT)
+            passes.append(-1)
+        return losses
+
+    monkeypatch.setattr(begun, "_compute_gradients", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        begun.run()
+    assert -1 not in passes
+    assert begun.saved_step == 1

@@ -125,6 +125,38 @@ def test_an_interrupt_waits_until_the_block_is_through() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGHUP, signal.SIGALRM])
+def test_so_do_the_other_signals_that_a_program_handles(sent: signal.Signals) -> None:
+    def end(signum: int, frame: object) -> None:
+        raise SystemExit(128 + signum)
+
+    before, through = signal.signal(sent, end), []
+    try:
+        with pytest.raises(SystemExit, match=str(128 + sent)), uninterrupted():
+            signal.raise_signal(sent)
+            through.append(True)
+        assert through
+        assert signal.getsignal(sent) is end
+    finally:
+        signal.signal(sent, before)
+
+
+def test_of_several_signals_each_is_acted_on() -> None:
+    taken: list[int] = []
+    before = {sent: signal.signal(sent, lambda signum, _: taken.append(signum)) for sent in (signal.SIGINT, 15)}
+    try:
+        with uninterrupted():
+            for sent in (15, signal.SIGINT, 15):
+                signal.raise_signal(sent)
+            assert taken == []
+        assert taken == [15, signal.SIGINT]
+        signal.raise_signal(15)
+        assert taken == [15, signal.SIGINT, 15]
+    finally:
+        for sent, handler in before.items():
+            signal.signal(sent, handler)
+
+
 def test_an_error_of_the_block_is_raised_with_it() -> None:
     with pytest.raises(KeyboardInterrupt) as caught, uninterrupted():
         signal.raise_signal(signal.SIGINT)

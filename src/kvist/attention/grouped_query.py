@@ -122,6 +122,8 @@ class GroupedQueryAttention(AttentionHeads):
             if positions is not None:
                 raise OptionError("positions are for rope, which cross-attention has none of: leave them out")
             visible = _both(None if cache.mask is None else cache.mask.unsqueeze(1), sees)
+            if visible is None and cache.keys.shape[2] == 0:
+                visible = x.new_zeros(1, 1, 0, dtype=torch.bool)  # nothing is seen
             mixed = self._mixed(self.queries(x, None), cache.keys, cache.values, visible)
             return self._finish(mixed, real, visible), cache
         q, k, v = self.project(x, self._rope_of(x, cache, positions, real))

@@ -145,7 +145,7 @@ def _lines(done: Conversion, destination: Path) -> list[str]:
     lines = [
         f"{destination}: {done.source} with {heads(done.num_kv_heads)} instead of {heads(done.source_num_kv_heads)} "
         f"for {done.num_heads} query heads{how}",
-        f"its cache takes {done.num_kv_heads / done.source_num_kv_heads:.3g} of the bytes",
+        f"its cache takes {_share(done.num_kv_heads, done.source_num_kv_heads)} the bytes",
     ]
     if done.layers:
         worst = max(range(len(done.layers)), key=lambda layer: done.layers[layer].missed)
@@ -155,6 +155,10 @@ def _lines(done: Conversion, destination: Path) -> list[str]:
             f"{done.layers[worst].missed:.1%} in layer {worst}"
         )
     return lines
+
+
+def _share(now: int, before: int) -> str:
+    return f"{now // before} times" if now >= before else f"{now / before:.3g} of"
 
 
 app.command()(uptrain)

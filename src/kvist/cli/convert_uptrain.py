@@ -85,7 +85,10 @@ def uptrain(
     ] = UptrainConfig.save_minutes,
     seed: Annotated[int, typer.Option(help="Of the order of the sequences.", metavar="N")] = UptrainConfig.seed,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the training checkpoint in DST.")] = False,
-    restart: Annotated[bool, typer.Option("--restart", help="Drop the training checkpoint in DST.")] = False,
+    restart: Annotated[
+        bool,
+        typer.Option("--restart", help="Begin anew; the training checkpoint in DST is replaced by the first new one."),
+    ] = False,
     plot: Annotated[
         Path | None, typer.Option(help="Draw the learning curve: .png, .svg or .pdf.", metavar="FILE")
     ] = None,
@@ -126,7 +129,7 @@ def uptrain(
     with output_file("--plot", plot) as plot_file:
         kind = _kind_of_plot(plot)
         training = _prepared(directory, teacher, text, held_out, config, resume, restart, threads)
-        _note_changed_rate(training)
+        _note_changes(training)
         result = _run(training)
         try:
             if plot_file is not None:
@@ -174,10 +177,13 @@ def _prepared(
         )
 
 
-def _note_changed_rate(training: Uptraining) -> None:
+def _note_changes(training: Uptraining) -> None:
     before, now = training.learning_rate_before, training.learning_rate
     if before is not None and before != now:
         print_note(f"the learning rate was {before:g} and is {now:g} from here on: the weights will be others")
+    threads, threads_now = training.num_threads_before, training.num_threads
+    if threads is not None and threads != threads_now:
+        print_note(f"{threads} threads computed it and {threads_now} do from here on: the weights will be others")
 
 
 def _run(training: Uptraining) -> UptrainResult:

@@ -47,7 +47,7 @@ def layers_on_text(source: Source, windows: Sequence[Sequence[int]]) -> Iterator
     """Every layer in order, each with the inputs that the layers before it give, in float32.
 
     In memory are one layer, and the text's hidden states three times: as they are, as the attention takes them, and
-    what it gives for them. Who keeps a layer beyond the next one keeps two of these.
+    what it gives for them. Who keeps a layer beyond the next one keeps two of these. `fit` has its own beside them.
 
     Args:
         source: the checkpoint.

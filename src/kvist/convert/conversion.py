@@ -5,17 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from kvist.convert.aligning import align_and_merge
 from kvist.convert.attention_weights import AttentionWeights
 from kvist.convert.calibration import layers_on_text
-from kvist.convert.destination import check_apart, checked_destination
+from kvist.convert.destination import Destination
 from kvist.convert.fitting import fit, missed_share
 from kvist.convert.gqa_config import GqaConfig
 from kvist.convert.merging import expanded, first_of_each, mean_of_each
-from kvist.convert.record import Conversion, LayerConversion, earlier_conversion
+from kvist.convert.record import Conversion, ConversionRecord, LayerConversion
 from kvist.convert.source import Source
 from kvist.convert.writing import write_conversion
 from kvist.errors import OptionError
@@ -41,7 +42,8 @@ def to_gqa(
 ) -> Conversion:
     """Write a checkpoint whose query heads share fewer KV heads.
 
-    Besides the weights of one layer, only a calibration text's hidden states lie in memory.
+    Besides the weights of one layer, a calibration text's hidden states lie in memory, three times in float32; for
+    `fitted` four times, and matrices of the layer's width in float64, as many as docs/conversion.md says.
 
     Args:
         source: a directory in Hugging Face format, a `.gguf` file, a demo model's name or a Hub id.
@@ -62,9 +64,10 @@ def to_gqa(
     config, progress = config or GqaConfig(), progress or no_progress
     config.check_text(text is not None)
     calibration = None if text is None else EvaluationText.read(text)
-    target = checked_destination(destination, force=force)
+    target = Destination(destination, force=force)
+    target.check(Path(source))
     opened = Source.open(source, weights_format, progress)
-    check_apart(target, opened.path)
+    target.check(opened.path, opened.directory)
     opened.check_can_merge(num_kv_heads)
     if calibration is None:
         merge = first_of_each if config.method == "first" else mean_of_each
@@ -100,9 +103,10 @@ def expand(
     source's bytes again. Arguments and errors are those of `to_gqa`.
     """
     progress = progress or no_progress
-    target = checked_destination(destination, force=force)
+    target = Destination(destination, force=force)
+    target.check(Path(source))
     opened = Source.open(source, weights_format, progress)
-    check_apart(target, opened.path)
+    target.check(opened.path, opened.directory)
     num_heads = opened.config.num_heads
     if opened.config.num_kv_heads == num_heads:
         raise OptionError(
@@ -130,7 +134,7 @@ def _record(
         source_num_kv_heads=source.config.num_kv_heads,
         num_kv_heads=num_kv_heads,
         method=method,
-        earlier=earlier_conversion(source.directory),
+        earlier=ConversionRecord.read(source.directory).fields or None,
     )
 
 

@@ -33,6 +33,7 @@ class ConvertedWeights:
         directory: where to make them.
         tensors: the source's, by their stored names.
         shapes: of those that are converted; the others are copied.
+        advice: what to do about numbers that a dtype does not hold: how messages end.
 
     Attributes:
         converted_bytes: of the tensors that are converted.
@@ -42,11 +43,17 @@ class ConvertedWeights:
     """
 
     def __init__(
-        self, directory: Path, tensors: Mapping[str, StoredTensor], shapes: Mapping[str, tuple[int, ...]]
+        self,
+        directory: Path,
+        tensors: Mapping[str, StoredTensor],
+        shapes: Mapping[str, tuple[int, ...]],
+        *,
+        advice: str,
     ) -> None:
         self._directory = directory
         self._tensors = tensors
         self._shapes = shapes
+        self._advice = advice
         self._sizes = {
             name: tensor.num_bytes * math.prod(shapes[name]) // math.prod(tensor.shape)
             if name in shapes
@@ -83,13 +90,7 @@ class ConvertedWeights:
         """
         if tuple(tensor.shape) != self._shapes[name]:
             raise ValueError(f"{name} is of shape {tuple(tensor.shape)}, not {self._shapes[name]}")
-        stored = self._tensors[name].dtype
-        rounded = tensor.to(PLAIN_DTYPES[stored])
-        if not rounded.isfinite().all():
-            raise NumericsError(
-                f"{name} has numbers that {stored} does not hold, whose largest is "
-                f"{torch.finfo(rounded.dtype).max:.3g}: store the source in a wider dtype, or merge by the method mean"
-            )
+        rounded = as_stored(name, tensor, self._tensors[name].dtype, self._advice)
         data = rounded.contiguous().view(-1).view(torch.uint8).numpy()
         file, place = self._places[name]
         file.seek(place)
@@ -102,7 +103,7 @@ class ConvertedWeights:
         for tensor in others:
             file, place = self._places[tensor.stored_name]
             file.seek(place)
-            for data in _parts(tensor):
+            for data in stored_parts(tensor):
                 done += file.write(data)
                 progress("copying the other weights", done, total)
 
@@ -123,8 +124,25 @@ class ConvertedWeights:
         file.truncate(place)
 
 
-def _parts(tensor: StoredTensor) -> Iterator[bytes]:
-    """The bytes of a tensor, some at a time."""
+def as_stored(name: str, tensor: torch.Tensor, dtype: str, advice: str) -> torch.Tensor:
+    """A tensor in the dtype of its file.
+
+    Raises:
+        NumericsError: the dtype does not hold its numbers.
+    """
+    rounded = tensor.to(PLAIN_DTYPES[dtype])
+    if not rounded.isfinite().all():
+        largest = torch.finfo(rounded.dtype).max
+        raise NumericsError(f"{name} has numbers that {dtype} does not hold, whose largest is {largest:.3g}: {advice}")
+    return rounded
+
+
+def stored_parts(tensor: StoredTensor) -> Iterator[bytes]:
+    """The bytes of a tensor, some at a time.
+
+    Raises:
+        ModelFileError: they cannot be read.
+    """
     try:
         with tensor.file.open("rb") as file:
             file.seek(tensor.offset)

@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -28,6 +29,9 @@ _RIDGE = 1e-4
 _OUTPUT_RIDGES = (0.03, 0.1, 0.3, 1.0)
 # Into how many parts the text is dealt to choose one: each is judged on once, after a fit to the others.
 _PARTS = 4
+# Of the whole text's mean variance: what keeps the moments of some parts, which may be all zero, above what rounding
+# leaves of the others.
+_LEAST_STRENGTH = 1e-9
 # Where weights are all zero there is nothing to divide by.
 _TINY = 1e-300
 
@@ -61,7 +65,9 @@ def fit(
         shared = _with_shared_keys(shared, root, inverse, num_kv_heads)
     else:
         shared = replace(shared, key=mean_heads(shared.key, num_kv_heads))
-    return _with_fitted_output(shared.map(torch.Tensor.float), rules, inputs, targets), groups
+    shared = shared.map(torch.Tensor.float)
+    del weights, root, inverse, moment  # or they would lie in memory beside those of the output projection
+    return _with_fitted_output(shared, rules, inputs, targets), groups
 
 
 @torch.no_grad()
@@ -129,48 +135,69 @@ def _with_fitted_output(
 ) -> AttentionWeights:
     """The output projection with the least squared error on the text, drawn a little to the one that there is."""
     start = weights.output.flatten(1).T.double()  # [H D, E]
-    gram = start.new_zeros(_PARTS, len(start), len(start))
-    cross = start.new_zeros(_PARTS, *start.shape)
-    part = 0
+    parts: list[_Part] = [([], []) for _ in range(_PARTS)]
     pieces = -(-_PARTS // len(inputs))  # of a window, where there are fewer than parts
+    dealt = 0
     for x, y in zip(inputs, targets, strict=True):
         mixed = mixed_values(x, weights, rules)
-        for one, target in zip(mixed.chunk(pieces), y.chunk(pieces), strict=True):
-            rows = one.double()
-            gram[part % _PARTS] += rows.T @ rows
-            cross[part % _PARTS] += rows.T @ target.double()
-            part += 1
-    output = _solved(gram.sum(0), cross.sum(0), start, chosen_ridge(gram, cross, start))
+        for rows, wanted in zip(mixed.chunk(pieces), y.chunk(pieces), strict=True):
+            parts[dealt % _PARTS][0].append(rows)
+            parts[dealt % _PARTS][1].append(wanted)
+            dealt += 1
+    output = fitted_projection(parts, start)
     return replace(weights, output=output.T.float().reshape(weights.output.shape))
 
 
-def chosen_ridge(gram: torch.Tensor, cross: torch.Tensor, start: torch.Tensor) -> float:
-    """The ridge with which parts of a text are missed least by fits to the other parts.
+_Part = tuple[list[torch.Tensor], list[torch.Tensor]]
+
+
+def fitted_projection(parts: Sequence[_Part], start: torch.Tensor) -> torch.Tensor:
+    """Least squares, drawn to a projection by the ridge with which parts are missed least by fits to the other parts.
+
+    Beside the parts and `start` lie four matrices of `[H D, H D]` and four of `[H D, E]` at most, in float64.
 
     Args:
-        gram: for each part the second moment of what the projection takes, `[parts, H D, H D]`.
-        cross: and its product with what should come out, `[parts, H D, E]`.
-        start: the projection that a fit is drawn to, `[H D, E]`.
+        parts: of a text, each some blocks of rows that the projection takes, `[L, H D]`, and of what should come out,
+            `[L, E]`.
+        start: the projection that a fit is drawn to, `[H D, E]`, float64.
+
+    Returns:
+        `[H D, E]`, float64.
     """
-    all_gram, all_cross = gram.sum(0), cross.sum(0)
+    gram, cross = start.new_zeros(len(start), len(start)), torch.zeros_like(start)
+    for part in parts:
+        _add_moments(gram, cross, part)
+    least = float(_LEAST_STRENGTH * gram.diagonal().mean())
+    missed = [0.0] * len(_OUTPUT_RIDGES)
+    for part in parts:
+        own_gram, own_cross = torch.zeros_like(gram), torch.zeros_like(cross)
+        _add_moments(own_gram, own_cross, part)
+        gram -= own_gram
+        cross -= own_cross
+        for number, ridge in enumerate(_OUTPUT_RIDGES):
+            output = _solved(gram, cross, start, ridge, least)
+            # The squared error, less the square of what should come out: the same for each ridge.
+            missed[number] += float(((own_gram @ output).sub_(own_cross, alpha=2).mul_(output)).sum())
+        gram += own_gram
+        cross += own_cross
+    del own_gram, own_cross
+    return _solved(gram, cross, start, _OUTPUT_RIDGES[missed.index(min(missed))], least)
 
-    def missed(ridge: float) -> float:
-        """The squared error, less the square of what should come out: the same for each ridge."""
-        total = 0.0
-        for own_gram, own_cross in zip(gram, cross, strict=True):
-            output = _solved(all_gram - own_gram, all_cross - own_cross, start, ridge)
-            total += float((output * (own_gram @ output - 2 * own_cross)).sum())
-        return total
 
-    return min(_OUTPUT_RIDGES, key=missed)
+def _add_moments(gram: torch.Tensor, cross: torch.Tensor, part: _Part) -> None:
+    """Add a part's second moments, and its products with what should come out, in place."""
+    for rows, wanted in zip(*part, strict=True):
+        transposed = rows.T.double()
+        gram.addmm_(transposed, transposed.T)
+        cross.addmm_(transposed, wanted.double())
 
 
-def _solved(gram: torch.Tensor, cross: torch.Tensor, start: torch.Tensor, ridge: float) -> torch.Tensor:
+def _solved(gram: torch.Tensor, cross: torch.Tensor, start: torch.Tensor, ridge: float, least: float) -> torch.Tensor:
     """`[H D, E]`: least squares by their second moments, drawn to `start` by a ridge of the mean variance."""
-    strength = (ridge * gram.diagonal().mean()).clamp_min(_TINY)
-    drawn = gram + strength * torch.eye(len(gram), dtype=gram.dtype)
-    solved: torch.Tensor = torch.linalg.solve(drawn, cross + strength * start)
-    return solved
+    strength = max(ridge * float(gram.diagonal().mean()), least, _TINY)
+    drawn = gram.clone()
+    drawn.diagonal().add_(strength)
+    return torch.cholesky_solve(torch.add(cross, start, alpha=strength), torch.linalg.cholesky(drawn))
 
 
 def _roots(moment: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

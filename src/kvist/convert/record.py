@@ -1,15 +1,30 @@
-"""What a conversion did: the file `conversion.json` beside the weights that it made."""
+"""The file `conversion.json` beside a model's weights: what a conversion did, and what was trained since.
+
+Anybody may have written the one that is read, so its form is checked, here alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+import json
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
+from typing import TypeVar
 
+from kvist.checks import is_number
+from kvist.errors import ModelFileError, OptionError, shown
+from kvist.loading.cache_folder import move_into_place
 from kvist.loading.untrusted_file import read_json, write_json
 
 CONVERSION_FILE = "conversion.json"
+RECORD_ASIDE = f".{CONVERSION_FILE}.partial"
+"""What it is called while it is written."""
+
+_TRAININGS, _TRAINING_ID = "uptraining", "id"
+_MOST_NUMBER = 1e300
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True)
@@ -63,14 +78,166 @@ class Conversion:
         write_json(directory / CONVERSION_FILE, self.as_json())
 
 
-def earlier_conversion(directory: Path) -> Mapping[str, object] | None:
-    """What a checkpoint's own `conversion.json` says; None where it has none.
+@dataclass(frozen=True)
+class TrainingRecord:
+    """What is written down of a training; None, or nothing, where that is not said.
+
+    Attributes:
+        texts: names of those it was trained on.
+        text_tokens, held_out_tokens: that they have, and that it was judged by.
+        held_out: what these are from.
+        steps, tokens, seconds: that it took.
+        losses: nats per token of the held-out text: `before`, `after`, and the `references`.
+        references: those of other models, by name.
+        machine: that it ran on.
+        fields: all that is said.
+    """
+
+    texts: tuple[str, ...] = ()
+    text_tokens: float | None = None
+    held_out: str | None = None
+    held_out_tokens: float | None = None
+    steps: float | None = None
+    tokens: float | None = None
+    seconds: float | None = None
+    losses: Mapping[str, float] = field(default_factory=dict)
+    references: Mapping[str, float] = field(default_factory=dict)
+    machine: str | None = None
+    fields: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ConversionRecord:
+    """What the file of a model's folder says.
+
+    Attributes:
+        fields: all of it; empty where there is no such file.
+        method: how heads were merged; None where that is not said.
+        trainings: that came to their end, in order.
+    """
+
+    fields: dict[str, object] = field(default_factory=dict)
+    method: str | None = None
+    trainings: tuple[TrainingRecord, ...] = ()
+
+    @property
+    def training(self) -> TrainingRecord | None:
+        """The last one; None where there was none."""
+        return self.trainings[-1] if self.trainings else None
+
+    @classmethod
+    def read(cls, directory: Path) -> ConversionRecord:
+        """That of a model's folder.
+
+        Raises:
+            ModelFileError: it is damaged, or of another form than a conversion writes.
+        """
+        path, advice = directory / CONVERSION_FILE, "convert the model again, or delete the file"
+        if not path.exists():
+            return cls()
+        fields = read_json(path)
+        try:
+            record = cls(fields, _taken(fields, "method", _text), _taken(fields, _TRAININGS, _trainings) or ())
+            json.dumps(fields, allow_nan=False)
+        except _FormError as error:
+            raise ModelFileError(f"{path} {error}: {advice}") from None
+        except RecursionError:
+            raise ModelFileError(f"{path} is nested too deeply: {advice}") from None
+        except ValueError:
+            raise ModelFileError(f"{path} holds a number that is not finite: {advice}") from None
+        return record
+
+
+def add_training(directory: Path, training_id: str, entry: Mapping[str, object]) -> None:
+    """Write down what was trained; what else stands there stays. Done again for the same training, it changes nothing.
+
+    Args:
+        directory: of the model.
+        training_id: which tells the training from all others.
+        entry: what is said of it.
 
     Raises:
-        ModelFileError: it is damaged.
+        ModelFileError: what is there is damaged.
+        OptionError: it cannot be written. What was there is as it was.
     """
-    path = directory / CONVERSION_FILE
-    return read_json(path) if path.is_file() else None
+    path, aside = directory / CONVERSION_FILE, directory / RECORD_ASIDE
+    record = ConversionRecord.read(directory)
+    others = [dict(each.fields) for each in record.trainings if each.fields.get(_TRAINING_ID) != training_id]
+    try:
+        write_json(aside, {**record.fields, _TRAININGS: [*others, {_TRAINING_ID: training_id, **entry}]})
+        move_into_place(aside, path)
+    except OSError as error:
+        with suppress(OSError):
+            aside.unlink(missing_ok=True)
+        raise OptionError(
+            f"{path} cannot be written: {error.strerror or error}; free some space, then give --resume"
+        ) from error
+
+
+class _FormError(Exception):
+    """A field has a value that it cannot have; how the sentence about the file goes on."""
+
+
+def _trainings(value: object) -> tuple[TrainingRecord, ...] | None:
+    if not isinstance(value, list):
+        return None
+    for training in value:
+        if not isinstance(training, dict):
+            raise _FormError(f"cannot be used, an uptraining in it is {shown(training)}")
+    return tuple(map(_training, value))
+
+
+def _training(fields: Mapping[str, object]) -> TrainingRecord:
+    judged = {name: _taken(fields, f"loss_{name}", _number) for name in ("before", "after")}
+    references = _taken(fields, "references", _numbers) or {}
+    return TrainingRecord(
+        texts=_taken(fields, "texts", _names) or (),
+        text_tokens=_taken(fields, "text_tokens", _number),
+        held_out=_taken(fields, "held_out", _text),
+        held_out_tokens=_taken(fields, "held_out_tokens", _number),
+        steps=_taken(fields, "steps", _number),
+        tokens=_taken(fields, "tokens", _number),
+        seconds=_taken(fields, "seconds", _number),
+        losses={name: loss for name, loss in judged.items() if loss is not None} | references,
+        references=references,
+        machine=_taken(fields, "machine", _text),
+        fields=fields,
+    )
+
+
+def _taken(fields: Mapping[str, object], name: str, parse: Callable[[object], _Value | None]) -> _Value | None:
+    """A field's value; None where it is not there. `parse` gives None where it is of another form."""
+    value = fields.get(name)
+    if value is None:
+        return None
+    if (parsed := parse(value)) is None:
+        raise _FormError(f"cannot be used, its {name} is {shown(value)}")
+    return parsed
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _number(value: object) -> float | None:
+    return float(value) if _is_finite(value) else None  # type: ignore[arg-type]
+
+
+def _numbers(value: object) -> dict[str, float] | None:
+    if not isinstance(value, dict) or not all(map(_is_finite, value.values())):
+        return None
+    return {str(name): float(number) for name, number in value.items()}
+
+
+def _names(value: object) -> tuple[str, ...] | None:
+    """Of texts, each an object that says its name."""
+    names = [text.get("name") if isinstance(text, dict) else None for text in value] if isinstance(value, list) else []
+    found = tuple(name for name in names if isinstance(name, str))
+    return found if isinstance(value, list) and len(found) == len(value) else None
+
+
+def _is_finite(value: object) -> bool:
+    return is_number(value) and abs(value) < _MOST_NUMBER  # type: ignore[arg-type]
 
 
 def _without_none(fields: Mapping[str, object]) -> dict[str, object]:

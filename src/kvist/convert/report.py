@@ -18,9 +18,10 @@ from kvist.bench.probed import Timing, time_in_turn
 from kvist.bench.prompts import Prompts
 from kvist.bench.step_bytes import StepBytes, cache_read, weights_read
 from kvist.convert.bigram import LEAST_TOKENS, BigramModel
+from kvist.convert.record import ConversionRecord
 from kvist.convert.report_config import ReportConfig
-from kvist.convert.report_record import ConversionRecord, read_curve
 from kvist.convert.report_rows import CacheRow, ConversionReport, Prediction, SpeedRow
+from kvist.convert.uptrain_curve import read_curve
 from kvist.convert.uptrain_text import joined_tokens
 from kvist.errors import ModelNotFoundError, OptionError, PromptError
 from kvist.evaluate.evaluation import evaluate

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from kvist.convert.report_record import printable
-from kvist.convert.report_rows import ConversionReport, kv_heads
+from kvist.convert.report_rows import ConversionReport, kv_heads, printable
 from kvist.errors import shown
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvist.bench.plot import Line, write_lines
-from kvist.convert.report_record import printable
-from kvist.convert.report_rows import ConversionReport, kv_heads
+from kvist.convert.report_rows import ConversionReport, kv_heads, printable
 from kvist.convert.uptrain_curve import draw_curve
 
 _SIZE_INCHES = (7.0, 2.6)

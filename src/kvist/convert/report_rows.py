@@ -5,9 +5,17 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 
+from kvist.convert.record import ConversionRecord
 from kvist.convert.report_config import ReportConfig
-from kvist.convert.report_record import ConversionRecord
 from kvist.convert.uptrain_curve import Curve
+
+_MOST_PRINTED = 200
+
+
+def printable(text: str) -> str:
+    """A text from a file for a report, which is printed too: on one line, no control characters, and not long."""
+    plain = "".join(char if char.isprintable() else repr(char)[1:-1] for char in text[:_MOST_PRINTED])
+    return plain if len(text) <= _MOST_PRINTED else f"{plain}..."
 
 
 @dataclass(frozen=True)

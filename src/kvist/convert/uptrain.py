@@ -13,6 +13,7 @@ to train on a teacher's predictions that of knowledge distillation (arXiv 1503.0
 from __future__ import annotations
 
 import math
+import secrets
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -23,10 +24,13 @@ from pathlib import Path
 import torch
 
 from kvist.convert import uptrain_checkpoint as checkpoints
-from kvist.convert.uptrain_config import UptrainConfig
+from kvist.convert.record import add_training
+from kvist.convert.uptrain_checks import only_training
+from kvist.convert.uptrain_config import MOST_STEPS, UptrainConfig
 from kvist.convert.uptrain_curve import CURVE_FILE, Curve, CurveRow
-from kvist.convert.uptrain_finish import add_record, replace_weights
+from kvist.convert.uptrain_finish import check_storable, replace_weights
 from kvist.convert.uptrain_losses import StepLosses, backward, text_loss
+from kvist.convert.uptrain_plan import TrainingPlan
 from kvist.convert.uptrain_prepare import prepare
 from kvist.convert.uptrain_result import UptrainResult
 from kvist.convert.uptrain_schedule import learning_rate
@@ -36,7 +40,7 @@ from kvist.evaluate.text_windows import EvaluationText
 from kvist.loading.progress import Progress, no_progress
 
 _MOST_GRADIENT = 1.0  # the norm that longer gradients are brought down to
-_VALIDATIONS = 8  # over the whole training
+_VALIDATIONS = 8  # over the whole training, at most
 _PROBED_STEPS = 3
 
 
@@ -59,6 +63,8 @@ class Uptraining:
         saved_step: that the training checkpoint in the folder has; None without one.
         learning_rate: the highest of the schedule.
         learning_rate_before: the same before it stopped; None for a training that begins.
+        num_threads: that compute it.
+        num_threads_before: the same before it stopped; None for a training that begins.
         references: losses of the held-out text to measure by.
         curve: so far.
 
@@ -82,19 +88,25 @@ class Uptraining:
         ready = prepare(directory, teacher, texts, config, held_out, resume=resume, restart=restart, progress=progress)
         self._directory, self._ready, self._config = directory, ready, ready.config
         self.references = ready.references
+        self._restart = restart
+        self._waits = restart and checkpoints.step_of_latest(directory) is not None  # until its own first has its place
         found = ready.found
         self.curve = found.curve() if found else Curve()
         self.step = found.step if found else 0
         self.saved_step = found.step if found else None
         self._seconds_before = found.seconds if found else 0.0
-        self.learning_rate = ready.plan.learning_rate
-        self.learning_rate_before = found.plan.learning_rate if found else None
+        self.learning_rate = ready.asked.learning_rate
+        self.learning_rate_before = found.plan.asked.learning_rate if found else None
+        self.num_threads = torch.get_num_threads()
+        self.num_threads_before = found.plan.num_threads if found else None
         self._random = torch.get_rng_state()
         self._updating = False
-        self._plan = ready.plan
-        if not found:
+        if found:
+            self._plan = replace(found.plan, asked=ready.asked, num_threads=self.num_threads)
+        else:
             self.curve.rows.append(CurveRow(step=0, validation_loss=self._validation_loss()))
-            self._plan = replace(ready.plan, num_steps=self._planned_steps(progress))
+            steps = self._planned_steps(progress)
+            self._plan = TrainingPlan(secrets.token_hex(8), ready.asked, steps, self.num_threads)
         self.num_steps = self._plan.num_steps
 
     @property
@@ -112,8 +124,14 @@ class Uptraining:
 
         Raises:
             NumericsError: a loss, a gradient or a weight is not a finite number. The last training checkpoint is kept.
-            OptionError: a training checkpoint or the weights cannot be written.
+            OptionError: a training checkpoint or the weights cannot be written, or another training is at work there.
         """
+        with only_training(self._directory):
+            if not self._restart and checkpoints.step_of_latest(self._directory) != self.saved_step:
+                raise OptionError(f"another training was at work in {self._directory} meanwhile: begin again")
+            return self._run(told)
+
+    def _run(self, told: Callable[[CurveRow], None]) -> UptrainResult:
         self._ready.student.model.train()
         torch.set_rng_state(self._random)  # whatever was drawn since
         saved_s = time.perf_counter()
@@ -141,8 +159,8 @@ class Uptraining:
         """
         if self.saved_step == self.step:
             return
+        self._check_can_go_on()
         with uninterrupted():
-            self._check_can_go_on()
             checkpoints.save(
                 self._directory,
                 self._plan,
@@ -153,16 +171,21 @@ class Uptraining:
                 self._random,
                 self.curve,
             )
-            self.saved_step = self.step
+            self.saved_step, self._waits = self.step, False
 
     def _check_can_go_on(self) -> None:
-        """See that weights and moments are finite, and with them a loss and its gradient: of one sequence.
+        """See that weights and moments are finite, as they are stored too, and one sequence's loss and gradient.
 
-        A step may leave weights that are finite, and yet too large for any step to follow.
+        A step may leave weights that are finite, and yet too large for any step to follow, or for the student's files.
         """
         states = (state for of_weight in self._ready.optimizer.state.values() for state in of_weight.values())
         if not all(tensor.isfinite().all() for tensor in (*self._ready.trained.values(), *states)):
             raise NumericsError(self._not_finite(self.step))
+        check_storable(
+            self._ready.folder.source,
+            self._ready.student.model.state_dict(),
+            f"{self._way_on()}, or convert the model from a source in a wider dtype",
+        )
         random = torch.get_rng_state()
         try:
             self._compute_gradients(self._ready.judged[:1], self.step - 1)
@@ -191,7 +214,7 @@ class Uptraining:
         self._validation_loss()
         judging_s = (_VALIDATIONS + 1) * (time.perf_counter() - began_s)
         left_s = 60 * self._config.minutes - (time.perf_counter() - self._began_s) - judging_s
-        steps = int(left_s / statistics.median(spent[1:]))
+        steps = min(MOST_STEPS, int(left_s / statistics.median(spent[1:])))
         if steps < 1:
             raise OptionError(
                 f"minutes is {self._config.minutes:g}, and to load, judge and take one step needs more: give "
@@ -213,7 +236,7 @@ class Uptraining:
             row = CurveRow(step=self.step, **asdict(losses), learning_rate=rate, tokens_per_s=tokens / seconds)
             self.curve.rows.append(row)
             self._updating = False
-        if self.step % max(1, self.num_steps // _VALIDATIONS) == 0 or self.step == self.num_steps:
+        if (self.step - 1) * _VALIDATIONS // self.num_steps != self.step * _VALIDATIONS // self.num_steps:
             row = replace(row, validation_loss=self._validation_loss())
             self.curve.rows[-1] = row
         return row
@@ -232,15 +255,24 @@ class Uptraining:
         return losses
 
     def _not_finite(self, step: int) -> str:
-        if step == 0:
-            return f"the loss of {self._directory} is not a finite number before it is trained: convert it again"
-        kept = (
-            f"the training checkpoint of step {self.saved_step} is kept: go on from it with --resume and"
-            if self.saved_step
-            else f"{self._directory} is as it was: start again with"
-        )
-        lower = f"{self.learning_rate / 3:.1g}"
-        return f"the loss of step {step:,} is not a finite number: {kept} a lower rate, like --learning-rate {lower}"
+        if self.step == 0:  # no rate had a part in it
+            return (
+                f"the loss of {self._directory} is not a finite number before it is trained: convert it again, or give "
+                "its losses lower weights"
+            )
+        return f"the loss of step {step:,} is not a finite number: {self._way_on()}"
+
+    def _way_on(self) -> str:
+        """What to do where the weights are of no use any more."""
+        if self.saved_step:
+            kept = f"the training checkpoint of step {self.saved_step} is kept: go on from it with --resume and"
+        elif self._waits:
+            kept = (
+                f"{self._directory} and the training checkpoint in it are as they were: start again with --restart and"
+            )
+        else:
+            kept = f"{self._directory} is as it was: start again with"
+        return f"{kept} a lower rate, like --learning-rate {self.learning_rate / 3:.1g}"
 
     def _update(self, rate: float) -> None:
         for group in self._ready.optimizer.param_groups:
@@ -272,20 +304,20 @@ class Uptraining:
         )
         with uninterrupted():
             replace_weights(self._ready.folder.source, self._ready.student.model.state_dict())
-            self.curve.write(self._directory / CURVE_FILE)
-            add_record(self._directory, self._record() | result.facts())
+            self.curve.replace(self._directory / CURVE_FILE)
+            add_training(self._directory, self._plan.training_id, self._record() | result.facts())
             checkpoints.remove_all(self._directory)
         return result
 
     def _record(self) -> dict[str, object]:
         """What `conversion.json` says of the training, besides what it came to."""
-        plan = self._plan
+        asked = self._plan.asked
         return {
-            "teacher": plan.teacher,
-            "texts": [asdict(text) for text in plan.texts],
+            "teacher": asked.teacher and asked.teacher.name,
+            "texts": [asdict(text) for text in asked.texts],
             "text_tokens": self._ready.text.num_tokens,
-            "held_out": plan.held_out.name if plan.held_out else "the last part of the texts",
+            "held_out": asked.held_out.name if asked.held_out else "the last part of the texts",
             "held_out_tokens": self._ready.judged.numel(),
-            "minutes": plan.minutes,
-            "settings": plan.settings | {"learning_rate": plan.learning_rate},
+            "minutes": asked.minutes,
+            "settings": asked.settings | {"learning_rate": asked.learning_rate},
         }

@@ -29,9 +29,12 @@ from kvist.loading.safetensors_writer import TensorSpec, write_safetensors
 from kvist.loading.untrusted_file import read_json, write_json
 
 FOLDER = "uptraining"
+FOLDER_LEAVING = f".{FOLDER}.partial"
+"""What it is called while it is removed."""
+
 _TENSORS, _FIELDS, _CURVE = "training.safetensors", "training.json", "curve.jsonl"
 _PREFIX, _PARTIAL = "step-", ".partial"
-_VERSION = 2
+_VERSION = 3
 _MOMENTS = {"first": "exp_avg", "second": "exp_avg_sq"}
 
 
@@ -90,7 +93,7 @@ def latest(directory: Path) -> TrainingCheckpoint | None:
     Raises:
         ModelFileError: it is damaged.
     """
-    found = sorted((directory / FOLDER).glob(f"{_PREFIX}*[0-9]"))
+    found = _found(directory)
     if not found:
         return None
     fields = read_json(found[-1] / _FIELDS)
@@ -105,9 +108,25 @@ def latest(directory: Path) -> TrainingCheckpoint | None:
     return TrainingCheckpoint(found[-1], plan, step, seconds)
 
 
+def _found(directory: Path) -> list[Path]:
+    """The folders of all, the last one last."""
+    folders = (directory / FOLDER).glob(f"{_PREFIX}*")
+    return sorted(path for path in folders if path.name.removeprefix(_PREFIX).isdecimal())
+
+
+def step_of_latest(directory: Path) -> int | None:
+    """The steps of the last one in the folder of a model, of whatever form it is; None where there is none."""
+    found = _found(directory)
+    return int(found[-1].name.removeprefix(_PREFIX)) if found else None
+
+
 def remove_all(directory: Path) -> None:
-    """Drop the training checkpoints in the folder of a model."""
-    shutil.rmtree(directory / FOLDER, ignore_errors=True)
+    """Drop the training checkpoints in the folder of a model: at once, so that no half of one is ever found."""
+    leaving = directory / FOLDER_LEAVING
+    shutil.rmtree(leaving, ignore_errors=True)
+    with suppress(FileNotFoundError):
+        (directory / FOLDER).replace(leaving)
+    shutil.rmtree(leaving, ignore_errors=True)
 
 
 def save(
@@ -152,9 +171,18 @@ def save(
             f"the training cannot be saved in {folder}: {error.strerror or error}; free some space or permit it, then "
             "go on from the training checkpoint before with --resume"
         ) from error
+    shutil.rmtree(directory / FOLDER_LEAVING, ignore_errors=True)
     for other in folder.iterdir():
         if other != target:
-            shutil.rmtree(other, ignore_errors=True)
+            _remove(other)
+
+
+def _remove(path: Path) -> None:
+    """Drop one, by a name first under which no half of it is found."""
+    leaving = path.with_name(path.name.removesuffix(_PARTIAL) + _PARTIAL)
+    with suppress(OSError):
+        path.replace(leaving)
+    shutil.rmtree(leaving, ignore_errors=True)
 
 
 def checkpoint_bytes(trained: Mapping[str, torch.nn.Parameter]) -> int:

@@ -2,18 +2,41 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
+from kvist.convert.record import ConversionRecord
 from kvist.convert.uptrain_checkpoint import TrainingCheckpoint
 from kvist.convert.uptrain_config import UptrainConfig
-from kvist.convert.uptrain_finish import record_of
 from kvist.convert.uptrain_folder import ModelFolder
-from kvist.convert.uptrain_plan import TrainingPlan
+from kvist.convert.uptrain_plan import AskedTraining
 from kvist.errors import ContextFullError, OptionError
 from kvist.evaluate.text_windows import EvaluationText
-from kvist.memory import distinct_sizes
+from kvist.memory import available_bytes, distinct_sizes
+
+
+@contextmanager
+def only_training(directory: Path) -> Iterator[None]:
+    """Be the one training of a folder until the end of the block, or of the process.
+
+    Raises:
+        OptionError: another process, or another training of this one, is at work there.
+    """
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise OptionError(
+                f"another training is at work in {directory}: wait for its end, or train a copy of the folder"
+            ) from None
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def check_resume(directory: Path, found: TrainingCheckpoint | None, resume: bool, config: UptrainConfig) -> None:
@@ -21,7 +44,7 @@ def check_resume(directory: Path, found: TrainingCheckpoint | None, resume: bool
     if found and not resume:
         raise OptionError(
             f"{directory} holds a training that stopped after step {found.step:,} of {found.plan.num_steps:,}: go on "
-            "with --resume, or drop it with --restart"
+            "with --resume, or begin anew with --restart"
         )
     if resume and not found:
         raise OptionError(f"there is no training checkpoint in {directory}: leave --resume out")
@@ -38,7 +61,15 @@ def check_student(student: ModelFolder, texts: Sequence[EvaluationText], config:
             f"sequences of {config.sequence:,} tokens exceed the model's context of {student.config.max_context:,}: "
             "take shorter ones"
         )
-    record_of(student.path)
+    # Beside the models at least each layer's inputs lie in memory, in float32.
+    needed = 4 * config.batch * config.sequence * student.config.embed_dim * student.config.num_layers
+    if needed > (free := available_bytes()):
+        taken, left = distinct_sizes(needed, free)
+        raise OptionError(
+            f"the hidden states of {config.batch:,} sequences of {config.sequence:,} tokens take {taken} at least, and "
+            f"{left} of memory are free: take a smaller --batch"
+        )
+    ConversionRecord.read(student.path)
 
 
 def check_teacher(student: ModelFolder, teacher: ModelFolder, texts: Sequence[EvaluationText]) -> None:
@@ -63,9 +94,9 @@ def check_teacher(student: ModelFolder, teacher: ModelFolder, texts: Sequence[Ev
         )
 
 
-def check_same(found: TrainingCheckpoint, plan: TrainingPlan) -> None:
+def check_same(found: TrainingCheckpoint, asked: AskedTraining) -> None:
     """Refuse to go on with other options than before."""
-    if changed := found.plan.differences(plan):
+    if changed := found.plan.differences(asked):
         raise OptionError(
             f"the training in {found.path.parent} cannot go on: {'; '.join(changed)}: give the same options, or "
             "--restart"

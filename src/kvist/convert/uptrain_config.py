@@ -12,8 +12,9 @@ TRAINED = ("all", "attention")
 COMPUTE = ("auto", "fp32", "bf16")
 DEFAULT_LEARNING_RATE = 3e-4
 
-# Of a schedule: far more than any machine takes.
-_MOST_STEPS = 10_000_000
+_MOST_SEED = 2**64 - 1  # that PyTorch takes
+MOST_STEPS = 10_000_000
+"""Of a schedule: far more than any machine takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +63,7 @@ class UptrainConfig:
         if self.steps is not None and self.minutes is not None:
             raise OptionError("give either steps or minutes: one of them says how long to train")
         if self.steps is not None:
-            check_integer("steps", self.steps, 1, _MOST_STEPS)
+            check_integer("steps", self.steps, 1, MOST_STEPS)
         if self.minutes is not None:
             check_number("minutes", self.minutes, 0, open_low=True)
         check_integer("sequence", self.sequence, 2)
@@ -75,6 +76,6 @@ class UptrainConfig:
         if not (self.logit_weight or self.attention_weight or self.text_weight):
             raise OptionError("all losses have the weight 0, so that there is nothing to learn: give one a weight")
         check_integer("every", self.every, 1, self.sequence, note=", the tokens of a sequence")
-        check_integer("seed", self.seed, 0)
+        check_integer("seed", self.seed, 0, _MOST_SEED)
         check_format("train", self.train, TRAINED)
         check_format("compute", self.compute, COMPUTE)

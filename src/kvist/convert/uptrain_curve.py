@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
-from kvist.errors import ModelFileError
+from kvist.checks import is_number
+from kvist.errors import ModelFileError, OptionError
+from kvist.loading.cache_folder import move_into_place
 
 CURVE_FILE = "uptraining.jsonl"
 """In the folder of a model that was trained."""
+
+CURVE_ASIDE = f".{CURVE_FILE}.partial"
+"""What it is called while it is written."""
 
 _SIZE_INCHES = (7.0, 4.5)
 _DPI = 150
 # A step's loss jumps with its sequences: the line is a mean over this part of all steps.
 _SMOOTHED_FRACTION = 0.04
+_MOST_NUMBER = 1e300
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,15 +64,49 @@ class Curve:
         ]
         path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
+    def replace(self, path: Path) -> None:
+        """The same over what is there, at once.
+
+        Raises:
+            OptionError: it cannot be written. What was there is as it was.
+        """
+        aside = path.with_name(CURVE_ASIDE)
+        try:
+            self.write(aside)
+            move_into_place(aside, path)
+        except OSError as error:
+            with suppress(OSError):
+                aside.unlink(missing_ok=True)
+            raise OptionError(
+                f"{path} cannot be written: {error.strerror or error}; free some space, then give --resume"
+            ) from error
+
     @classmethod
     def read(cls, path: Path) -> Curve:
         """What `write` wrote; `ModelFileError` if it is damaged."""
         known = {each.name for each in fields(CurveRow)}
         try:
             found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-            return cls([CurveRow(**{name: row[name] for name in known & row.keys()}) for row in found])
-        except (OSError, ValueError, TypeError, AttributeError) as error:
+            curve = cls([CurveRow(**{name: row[name] for name in known & row.keys()}) for row in found])
+            if not all(
+                value is None or (is_number(value) and abs(value) < _MOST_NUMBER)
+                for row in curve.rows
+                for value in asdict(row).values()
+            ):
+                raise ValueError
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
             raise ModelFileError(f"{path} is no learning curve that can be read: delete it") from error
+        return curve
+
+
+def read_curve(directory: Path) -> Curve | None:
+    """The learning curve in a model's folder; None where there is none.
+
+    Raises:
+        ModelFileError: it is damaged.
+    """
+    path = directory / CURVE_FILE
+    return Curve.read(path) if path.is_file() else None
 
 
 def draw_curve(path: Path, kind: str, curve: Curve, references: dict[str, float], title: str) -> None:

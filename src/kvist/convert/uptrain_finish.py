@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import torch
 
-from kvist.convert.converted_weights import ConvertedWeights
-from kvist.convert.record import CONVERSION_FILE
+from kvist.convert.converted_weights import ConvertedWeights, as_stored
+from kvist.convert.model_files import WEIGHTS_ASIDE
 from kvist.convert.source import Source
 from kvist.convert.uptrain_folder import transformers_name
 from kvist.errors import ModelFileError, OptionError, shown
@@ -20,7 +19,7 @@ from kvist.loading.progress import no_progress
 from kvist.loading.safetensors_checkpoint import INDEX, SINGLE
 from kvist.loading.untrusted_file import read_json, write_json
 
-_PARTIAL = ".partial"
+_BEGIN_ANEW = "begin anew with --restart and a lower rate"
 _SHARD = re.compile(r"(?P<stem>.*?)(?:-t\d+)?\.safetensors")
 
 
@@ -58,14 +57,16 @@ def replace_weights(source: Source, state: Mapping[str, torch.Tensor]) -> None:
 
     Raises:
         OptionError: they cannot be written. The old ones are still there.
+        NumericsError: a dtype does not hold the numbers. The same.
     """
     directory, trained = source.directory, trained_tensors(source, state)
     stored = {tensor.stored_name: tensor for tensor in source.checkpoint.all_stored}
-    aside = directory / f".trained{_PARTIAL}"
+    aside = directory / WEIGHTS_ASIDE
+    shapes = {name: tuple(tensor.shape) for name, tensor in trained.items()}
     try:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir()
-        with ConvertedWeights(aside, stored, {name: tuple(tensor.shape) for name, tensor in trained.items()}) as made:
+        with ConvertedWeights(aside, stored, shapes, advice=_BEGIN_ANEW) as made:
             for name, tensor in trained.items():
                 made.write(name, tensor)
             made.copy_others(no_progress)
@@ -82,44 +83,21 @@ def replace_weights(source: Source, state: Mapping[str, torch.Tensor]) -> None:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def record_of(directory: Path) -> tuple[dict[str, object], list[object]]:
-    """What `conversion.json` says, and the list in it of the trainings before; nothing where there is no such file.
+def check_storable(source: Source, state: Mapping[str, torch.Tensor], advice: str) -> None:
+    """See that a model's weights can be written in the place of its folder's, in their dtypes.
 
     Raises:
-        ModelFileError: it is damaged.
+        NumericsError: a dtype does not hold their numbers. The message ends in `advice`.
     """
-    path = directory / CONVERSION_FILE
-    record = read_json(path) if path.exists() else {}
-    earlier = record.get("uptraining", [])
-    if not isinstance(earlier, list):
-        raise ModelFileError(f"{path} is damaged, its uptraining is {shown(earlier)}: take that out, or convert again")
-    return record, earlier
-
-
-def add_record(directory: Path, entry: Mapping[str, object]) -> None:
-    """Write down in `conversion.json` what was trained; what else stands there stays.
-
-    Raises:
-        OptionError: it cannot be written.
-    """
-    path = directory / CONVERSION_FILE
-    record, earlier = record_of(directory)
-    aside = directory / f".{CONVERSION_FILE}{_PARTIAL}"
-    try:
-        write_json(aside, {**record, "uptraining": [*earlier, dict(entry)]})
-        move_into_place(aside, path)
-    except OSError as error:
-        with suppress(OSError):
-            aside.unlink(missing_ok=True)
-        raise OptionError(
-            f"{path} cannot be written: {error.strerror or error}; free some space, then give --resume"
-        ) from error
+    dtypes = {tensor.stored_name: tensor.dtype for tensor in source.checkpoint.all_stored}
+    for name, tensor in trained_tensors(source, state).items():
+        as_stored(name, tensor, dtypes[name], advice)
 
 
 def _replace_shards(directory: Path, made: Path, files: Sequence[str]) -> None:
     index = read_json(directory / INDEX)
-    generation = sum(1 for _ in directory.glob("*.safetensors"))
-    names = {old: _next_name(directory, old, generation) for old in files}
+    there = [path.name for path in directory.glob("*.safetensors")]
+    names = {old: _next_name(directory, old, len(there)) for old in files}
     weight_map = index["weight_map"]
     assert isinstance(weight_map, dict)
     index["weight_map"] = {name: names[file] for name, file in weight_map.items()}
@@ -127,14 +105,21 @@ def _replace_shards(directory: Path, made: Path, files: Sequence[str]) -> None:
     for old, new in names.items():
         move_into_place(made / old, directory / new)
     move_into_place(made / INDEX, directory / INDEX)
-    for old in files:
-        (directory / old).unlink(missing_ok=True)
+    # Also those that an end before this one had no time to remove, or not even to name in the index.
+    stems = {_stem(file) for file in files}
+    for old in there:
+        if _stem(old) in stems:
+            (directory / old).unlink(missing_ok=True)
 
 
 def _next_name(directory: Path, file: str, generation: int) -> str:
     """A name beside the old one: `model-00001-of-00002-t3.safetensors`."""
-    matched = _SHARD.fullmatch(file)
-    stem = matched["stem"] if matched else file
-    while (directory / (name := f"{stem}-t{generation}.safetensors")).exists():
+    while (directory / (name := f"{_stem(file)}-t{generation}.safetensors")).exists():
         generation += 1
     return name
+
+
+def _stem(file: str) -> str:
+    """What a shard is called whatever has been trained."""
+    matched = _SHARD.fullmatch(file)
+    return matched["stem"] if matched else file

@@ -67,6 +67,11 @@ class ModelFolder:
         return self.source.config
 
 
+def is_trained(name: str, train: str) -> bool:
+    """Whether a training changes a parameter, by its name in transformers; `train` as in `UptrainConfig`."""
+    return train == "all" or ".self_attn." in name
+
+
 def transformers_name(tensor: str) -> str:
     """What transformers' text model calls a tensor of a checkpoint, which may lack its prefix."""
     name = tensor.removeprefix(_PREFIX)

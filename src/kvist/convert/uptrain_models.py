@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from kvist.convert.uptrain_compute import Autocast
-from kvist.convert.uptrain_folder import ModelFolder, transformers_name
+from kvist.convert.uptrain_folder import ModelFolder, is_trained, transformers_name
 from kvist.errors import ModelFileError, OptionError, shown
 
 
@@ -65,7 +65,7 @@ class Trained:
         chosen = {}
         for name, parameter in self.model.named_parameters():
             parameter.data = parameter.data.clone()
-            parameter.requires_grad_(train == "all" or ".self_attn." in name)
+            parameter.requires_grad_(is_trained(name, train))
             if parameter.requires_grad:
                 chosen[name] = parameter
         return chosen

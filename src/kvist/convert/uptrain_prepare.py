@@ -18,7 +18,8 @@ from kvist.convert.uptrain_finish import trained_tensors
 from kvist.convert.uptrain_folder import ModelFolder
 from kvist.convert.uptrain_losses import text_loss
 from kvist.convert.uptrain_models import Trained, load_model
-from kvist.convert.uptrain_plan import TextId, TrainingPlan, settings_of
+from kvist.convert.uptrain_plan import AskedTraining, TeacherId, TextId, settings_of
+from kvist.convert.uptrain_student import student_hash
 from kvist.convert.uptrain_text import PackedText, joined_tokens, judged_sequences, packed_texts
 from kvist.evaluate.text_windows import EvaluationText
 from kvist.loading.fingerprint import FilesHash
@@ -35,7 +36,7 @@ class Prepared:
         folder: of the student.
         config: how; rate and `compute` as they are used.
         found: what it goes on from; None where it begins.
-        plan: of the training. Its steps are 0 where the minutes are still to say how many.
+        asked: what is asked for. A training that goes on was asked for the same, but for its rate.
         text: what is trained on.
         judged: what the validation loss is of, `[B, L]` int64.
         student: what learns, in fp32.
@@ -48,7 +49,7 @@ class Prepared:
     folder: ModelFolder
     config: UptrainConfig
     found: TrainingCheckpoint | None
-    plan: TrainingPlan
+    asked: AskedTraining
     text: PackedText
     judged: torch.Tensor
     student: Trained
@@ -78,10 +79,10 @@ def prepare(
     source = None if teacher is None else ModelFolder.find(teacher, progress)
     if source is not None:
         check_teacher(folder, source, texts)
-    plan = _plan(config, source, texts, held_out, progress)
+    asked = _asked(config, folder, source, texts, held_out, progress)
     if found:
-        check_same(found, plan)
-        plan = replace(found.plan, learning_rate=plan.learning_rate)
+        check_same(found, asked)
+        asked = replace(found.plan.asked, learning_rate=asked.learning_rate)
     text, apart = _packed(folder, texts, held_out, config)
     judged = judged_sequences(apart, config.sequence)
 
@@ -100,35 +101,36 @@ def prepare(
     torch.manual_seed(config.seed)
     if found:
         found.restore(trained, optimizer)
-    return Prepared(folder, config, found, plan, text, judged, student, taught_by, trained, optimizer, references)
+    return Prepared(folder, config, found, asked, text, judged, student, taught_by, trained, optimizer, references)
 
 
 def _settled(config: UptrainConfig, found: TrainingCheckpoint | None) -> UptrainConfig:
     """The options with rate and `compute` as they are used: where none are given, those that a training had before."""
     rate = config.learning_rate
     if rate is None:
-        rate = found.plan.learning_rate if found else DEFAULT_LEARNING_RATE
-    kept = str(found.plan.settings["compute"]) if found and config.compute == "auto" else config.compute
+        rate = found.plan.asked.learning_rate if found else DEFAULT_LEARNING_RATE
+    kept = str(found.plan.asked.settings["compute"]) if found and config.compute == "auto" else config.compute
     return replace(config, learning_rate=rate, compute=resolved_compute(kept))
 
 
-def _plan(
+def _asked(
     config: UptrainConfig,
+    student: ModelFolder,
     teacher: ModelFolder | None,
     texts: Sequence[EvaluationText],
     held_out: EvaluationText | None,
     progress: Progress,
-) -> TrainingPlan:
+) -> AskedTraining:
     assert config.learning_rate is not None
-    return TrainingPlan(
+    return AskedTraining(
         settings=settings_of(config),
         learning_rate=config.learning_rate,
+        steps=config.steps,
         minutes=config.minutes,
-        teacher="none" if teacher is None else teacher.name,
-        teacher_hash="" if teacher is None else _files_hash(teacher, progress),
+        teacher=None if teacher is None else TeacherId(teacher.name, _files_hash(teacher, progress)),
         texts=tuple(map(TextId.of, texts)),
         held_out=None if held_out is None else TextId.of(held_out),
-        num_steps=config.steps or 0,
+        student_hash=student_hash(student, config.train, progress),
     )
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from kvist.convert.attention_weights import AttentionWeights
 from kvist.convert.converted_weights import ConvertedWeights
-from kvist.convert.destination import made_aside
-from kvist.convert.record import CONVERSION_FILE, Conversion, LayerConversion
+from kvist.convert.destination import Destination
+from kvist.convert.model_files import carried_files
+from kvist.convert.record import Conversion, LayerConversion
 from kvist.convert.source import Source, config_with_kv_heads
 from kvist.errors import ModelFileError
 from kvist.loading.progress import Progress
@@ -18,16 +19,10 @@ from kvist.loading.untrusted_file import read_json, write_json
 from kvist.loading.weights import fitting_decoder
 from kvist.models.registry import decoder_config
 
-# What belongs to a model beside its weights: configurations, tokenizers, templates, licences. Copied as they are.
-_KEPT_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".md", ".tiktoken")
-_KEPT_NAMES = ("LICENSE", "LICENCE", "NOTICE")
-_NOT_KEPT = ("config.json", "prepared.json", "adapter_config.json", CONVERSION_FILE)
-_INDEX_SUFFIX = ".index.json"  # of weights in one format or another, which are not copied
-
 
 def write_conversion(
     source: Source,
-    target: Path,
+    destination: Destination,
     done: Conversion,
     layers: Iterator[tuple[AttentionWeights, LayerConversion | None]],
     stage: str,
@@ -37,7 +32,7 @@ def write_conversion(
 
     Args:
         source: what is converted.
-        target: the directory to make.
+        destination: the directory to make.
         done: what is done, less `layers`.
         layers: for each layer its new projections, and what is to be said of them.
         stage: what `progress` is told while layers are made.
@@ -47,7 +42,7 @@ def write_conversion(
         What was done.
 
     Raises:
-        OptionError: the target cannot be written; what was there is as it was.
+        OptionError: the destination cannot be written, or now may not be replaced; what was there is as it was.
         ModelFileError: a file of the source cannot be read; the same.
         NumericsError: new weights are beyond what the source's dtype holds; the same.
     """
@@ -61,11 +56,12 @@ def write_conversion(
             if name.startswith(("k_proj", "v_proj")):
                 rows = done.num_kv_heads * source.config.head_dim
             shapes[stored.stored_name] = (rows, *stored.shape[1:])
-    with made_aside(target) as directory:
+    with destination.made_aside(source.directory) as directory:
         _copy_files(source.directory, directory)
         write_json(directory / "config.json", config_with_kv_heads(source.raw_config, done.num_kv_heads))
         records = []
-        with ConvertedWeights(directory, tensors, shapes) as weights:
+        advice = "store the source in a wider dtype, or merge by the method mean"
+        with ConvertedWeights(directory, tensors, shapes, advice=advice) as weights:
             written = 0
             progress(stage, 0, weights.converted_bytes)
             for layer, (made, record) in enumerate(layers):
@@ -82,21 +78,12 @@ def write_conversion(
 
 
 def _copy_files(source: Path, directory: Path) -> None:
-    for file in sorted(source.iterdir()):
-        if not _is_kept(file):
-            continue
+    for file in carried_files(source):
         try:
             data = file.read_bytes()
         except OSError as error:
             raise ModelFileError(f"{file} cannot be read: {error.strerror or error}") from error
         (directory / file.name).write_bytes(data)
-
-
-def _is_kept(file: Path) -> bool:
-    name = file.name
-    if name in _NOT_KEPT or name.startswith(".") or name.endswith(_INDEX_SUFFIX):
-        return False
-    return (file.suffix in _KEPT_SUFFIXES or name.startswith(_KEPT_NAMES)) and file.is_file()
 
 
 def _check(directory: Path) -> None:
