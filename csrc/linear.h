@@ -56,9 +56,12 @@ struct WeightMatrix {
     std::size_t num_rows;
     std::size_t num_groups;    // of columns
     const std::uint8_t* data;  // tiles, aligned to 64 bytes
+    bool fine_rows;            // whether rows that meet it are quantised twice: they, and what that left of them
 };
 
 namespace {
+
+constexpr std::size_t codings(const WeightMatrix& weight) { return weight.fine_rows ? 2 : 1; }
 
 constexpr std::size_t num_tiles(const WeightMatrix& weight) { return (weight.num_rows + kTileRows - 1) / kTileRows; }
 constexpr std::size_t tile_bytes(const WeightMatrix& weight) {
@@ -92,7 +95,7 @@ struct LinearTask {
 
 // Bytes, multiples of 64.
 struct LinearSizes {
-    std::size_t row;      // of a quantised row
+    std::size_t row;      // of a quantised row, in all its codings
     std::size_t scratch;  // of a part
 };
 

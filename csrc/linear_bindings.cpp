@@ -122,8 +122,10 @@ void decode_rows(const LinearWeight& weight, const AnyArray& rows, const nb::nda
 
 }  // namespace
 
-LinearWeight::LinearWeight(const std::string& format, std::int64_t num_rows, std::int64_t num_columns, AnyArray data)
+LinearWeight::LinearWeight(const std::string& format, std::int64_t num_rows, std::int64_t num_columns, AnyArray data,
+                           bool fine_rows)
     : data_(std::move(data)) {
+    matrix_.fine_rows = fine_rows;
     matrix_.format = weights_named(format);
     check_between("num_rows", num_rows, 1, kMostRows);
     check_between("num_columns", num_columns, 1, kMostRows);
@@ -148,8 +150,8 @@ LinearWeight::LinearWeight(const std::string& format, std::int64_t num_rows, std
 
 void bind_linear(nb::module_& m) {
     nb::class_<LinearWeight>(m, "LinearWeight")
-        .def(nb::init<const std::string&, std::int64_t, std::int64_t, AnyArray>(), "format"_a, "num_rows"_a,
-             "num_columns"_a, "data"_a)
+        .def(nb::init<const std::string&, std::int64_t, std::int64_t, AnyArray, bool>(), "format"_a, "num_rows"_a,
+             "num_columns"_a, "data"_a, "fine_rows"_a)
         .def("apply", &apply, "x"_a, "out"_a, nb::kw_only(), "num_threads"_a)
         .def("decode_rows", &decode_rows, "rows"_a, "out"_a);
 }

@@ -13,7 +13,8 @@ namespace kvist {
 class LinearWeight {
 public:
     // data: [tiles, bytes of a tile] uint8, contiguous and aligned to 64 bytes.
-    LinearWeight(const std::string& format, std::int64_t num_rows, std::int64_t num_columns, AnyArray data);
+    LinearWeight(const std::string& format, std::int64_t num_rows, std::int64_t num_columns, AnyArray data,
+                 bool fine_rows);
     LinearWeight(const LinearWeight&) = delete;
     LinearWeight& operator=(const LinearWeight&) = delete;
 

@@ -23,7 +23,7 @@ struct Job {
     const KernelTable& table;
     LinearTask tasks[kMostProducts];
     std::size_t count;
-    std::size_t quantised[kMostProducts];  // the tasks whose rows serve those of their format
+    std::size_t quantised[kMostProducts];  // the tasks whose rows serve all that are quantised in the same way
     std::size_t num_quantised;
 };
 
@@ -48,11 +48,14 @@ void* advanced(const void* data, std::size_t elements, bool is_bf16) {
     return static_cast<std::uint8_t*>(const_cast<void*>(data)) + elements * (is_bf16 ? 2u : 4u);
 }
 
-// The first task of the same format.
+// The first task whose rows are quantised in the same way.
 std::size_t first_alike(const Product* products, std::size_t index) {
+    const WeightMatrix& own = *products[index].weight;
     std::size_t first = 0;
-    while (products[first].weight->format != products[index].weight->format) ++first;
-    return first;
+    for (;; ++first) {
+        const WeightMatrix& other = *products[first].weight;
+        if (other.format == own.format && other.fine_rows == own.fine_rows) return first;
+    }
 }
 
 }  // namespace
@@ -66,13 +69,14 @@ void run_products(const Product* products, std::size_t count, const InputRows& x
     std::size_t row_bytes = 0, products_of_row = 0;
     for (std::size_t i = 0; i < count; ++i) {
         row_bytes = std::max(row_bytes, table.linear_sizes(*products[i].weight, num_rows).row);
-        products_of_row += products[i].weight->num_rows * products[i].weight->num_groups * kGroupColumns;
+        const WeightMatrix& weight = *products[i].weight;
+        products_of_row += weight.num_rows * weight.num_groups * kGroupColumns * codings(weight);
     }
     const std::size_t slice_rows = std::max(kLeastSliceRows, kSliceBytes / row_bytes);
     const std::size_t num_slices = (num_rows + slice_rows - 1) / slice_rows;
     const std::size_t most_rows = (num_rows + num_slices - 1) / num_slices;
 
-    // Matrices of one format share quantised rows, and scratch, since their parts of it are of one size.
+    // Matrices whose rows are quantised alike share them, and scratch, since their parts of it are of one size.
     std::size_t rows_at[kMostProducts], scratch_at[kMostProducts], bytes = 0;
     for (std::size_t i = 0; i < count; ++i) {
         const std::size_t first = first_alike(products, i);

@@ -1,4 +1,4 @@
-// Products of the same rows with some matrices: rows are quantised once for all matrices of a format, and threads start and
+// Products of the same rows with some matrices: rows are quantised once for all matrices that take them alike, and threads start and
 // wait once for all products.
 #pragma once
 

@@ -17,10 +17,13 @@ constexpr std::size_t kMostFewRows = 2 * kFewRows;
 constexpr std::size_t kPanelRows = kLineRegisters == 1 ? 6 : 4;
 constexpr std::size_t kPanelTiles = PanelOf<Weights::kInt8>::kTiles;
 
-bool are_few(std::size_t num_rows) { return num_rows <= kMostFewRows; }
+// A row that is quantised twice is two in a block, side by side.
+static_assert(kFewRows % 2 == 0 && kPanelRows % 2 == 0);
 
-std::size_t num_blocks(std::size_t num_rows) {
-    const std::size_t most = are_few(num_rows) ? kFewRows : kPanelRows;
+bool are_few(const WeightMatrix& weight, std::size_t num_rows) { return num_rows * codings(weight) <= kMostFewRows; }
+
+std::size_t num_blocks(const WeightMatrix& weight, std::size_t num_rows) {
+    const std::size_t most = (are_few(weight, num_rows) ? kFewRows : kPanelRows) / codings(weight);
     return (num_rows + most - 1) / most;
 }
 
@@ -34,7 +37,7 @@ Range share(std::size_t count, int part, int parts) {
 }
 
 std::size_t row_bytes(const WeightMatrix& weight) {
-    return weight.num_groups * group_row_bytes(sums_in_words(format_of(weight.format).bits));
+    return weight.num_groups * codings(weight) * group_row_bytes(sums_in_words(format_of(weight.format).bits));
 }
 
 std::size_t panel_bytes(const WeightMatrix& weight) {
@@ -43,11 +46,11 @@ std::size_t panel_bytes(const WeightMatrix& weight) {
            (has_minimum ? PanelOf<Weights::kInt4Min>::kGroupBytes : PanelOf<Weights::kInt4>::kGroupBytes);
 }
 
-// The block's count of rows as a constant.
+// The block's count of quantised rows as a constant.
 template <typename Tiles, std::size_t kRows>
 void multiply_any_block(const LinearTask& task, const Tiles& tiles, std::size_t first_tile, std::size_t num_tiles,
                         const RowBlock& block) {
-    if (block.count == kRows) {
+    if (block.count * codings(*task.weight) == kRows) {
         const std::uint8_t* rows = task.rows + block.first * row_bytes(*task.weight);
         multiply_block<kRows>(task, tiles, first_tile, num_tiles, rows, block.first);
     } else if constexpr (kRows > 1) {
@@ -58,7 +61,7 @@ void multiply_any_block(const LinearTask& task, const Tiles& tiles, std::size_t 
 template <Weights kWeights>
 void multiply_few(const LinearTask& task, int part, int parts) {
     const WeightMatrix& weight = *task.weight;
-    const std::size_t blocks = num_blocks(task.num_rows), stride = tile_bytes(weight);
+    const std::size_t blocks = num_blocks(weight, task.num_rows), stride = tile_bytes(weight);
     const Range tiles = share(num_tiles(weight), part, parts);
     for (std::size_t tile = tiles.begin; tile < tiles.end; ++tile) {
         const StoredTile<kWeights> stored{weight.data + tile * stride};
@@ -73,7 +76,7 @@ template <Weights kWeights>
 void multiply_many(const LinearTask& task, int part, int parts) {
     using Tiles = PanelOf<kWeights>;
     const WeightMatrix& weight = *task.weight;
-    const std::size_t blocks = num_blocks(task.num_rows);
+    const std::size_t blocks = num_blocks(weight, task.num_rows);
     const std::size_t num_panels = (num_tiles(weight) + kPanelTiles - 1) / kPanelTiles;
     std::uint8_t* scratch = task.scratch + static_cast<std::size_t>(part) * panel_bytes(weight);
     // Shares are cut between blocks, not panels, of which there may be few.
@@ -94,11 +97,11 @@ void multiply_many(const LinearTask& task, int part, int parts) {
 }  // namespace
 
 LinearSizes linear_sizes(const WeightMatrix& weight, std::size_t num_rows) {
-    return {row_bytes(weight), are_few(num_rows) ? 0 : panel_bytes(weight)};
+    return {row_bytes(weight), are_few(weight, num_rows) ? 0 : panel_bytes(weight)};
 }
 
 void quantise_rows(const LinearTask& task, int part, int parts) {
-    const std::size_t blocks = num_blocks(task.num_rows), bytes = row_bytes(*task.weight);
+    const std::size_t blocks = num_blocks(*task.weight, task.num_rows), bytes = row_bytes(*task.weight);
     const Range share_of_blocks = share(blocks, part, parts);
     for (std::size_t b = share_of_blocks.begin; b < share_of_blocks.end; ++b) {
         const RowBlock block = row_block(task.num_rows, blocks, b);
@@ -109,7 +112,7 @@ void quantise_rows(const LinearTask& task, int part, int parts) {
 }
 
 void multiply_rows(const LinearTask& task, int part, int parts) {
-    const bool few = are_few(task.num_rows);
+    const bool few = are_few(*task.weight, task.num_rows);
     switch (task.weight->format) {
         case Weights::kInt8:
             return few ? multiply_few<Weights::kInt8>(task, part, parts)

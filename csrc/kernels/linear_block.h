@@ -80,7 +80,8 @@ inline void add_group(const typename Tiles::Group& group, const std::uint8_t* ro
     }
 }
 
-// Rows `first_row` on, from their block, times the tiles from `first_tile` on, of which `num_tiles` are in the matrix.
+// Rows `first_row` of the input on, from their block, times the tiles from `first_tile` on, of which `num_tiles` are in
+// the matrix. The totals of a row that is quantised twice are added.
 template <std::size_t kRows, typename Tiles>
 inline void multiply_block(const LinearTask& task, const Tiles& tiles, std::size_t first_tile, std::size_t num_tiles,
                            const std::uint8_t* rows, std::size_t first_row) {
@@ -94,12 +95,16 @@ inline void multiply_block(const LinearTask& task, const Tiles& tiles, std::size
         add_group<kRows, Tiles>(tiles.group(group), rows, totals);
     }
 
-    for (std::size_t r = 0; r < kRows; ++r) {
+    const std::size_t of_row = codings(*task.weight);
+    for (std::size_t r = 0; r < kRows; r += of_row) {
         for (std::size_t t = 0; t < num_tiles; ++t) {
             const std::size_t column = (first_tile + t) * kTileRows;
             const std::size_t left = task.weight->num_rows - column;
-            const std::size_t at = (first_row + r) * task.out.stride + column;
-            const Floats total = load_floats(totals + (r * kTiles + t) * kTileRows);
+            const std::size_t at = (first_row + r / of_row) * task.out.stride + column;
+            Floats total = load_floats(totals + (r * kTiles + t) * kTileRows);
+            if constexpr (kRows % 2 == 0) {
+                if (of_row == 2) total = total + load_floats(totals + ((r + 1) * kTiles + t) * kTileRows);
+            }
             if (task.out.is_bf16) {
                 std::uint16_t* out = static_cast<std::uint16_t*>(task.out.data) + at;
                 if (left >= kTileRows) {

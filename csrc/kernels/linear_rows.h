@@ -5,7 +5,7 @@
 //   block     | group 0 | group 1 | ...
 //   group     | units of row 0 | units of row 1 | ... | terms of row 0 | terms of row 1 | ...
 //
-// Blocks are as nearly of one size as can be, and follow one another.
+// Blocks are as nearly of one size as can be, and follow one another. A row that is quantised twice is two of a block.
 #pragma once
 
 #include <cstddef>
@@ -48,8 +48,9 @@ inline RowBlock row_block(std::size_t num_rows, std::size_t num_blocks, std::siz
     return {first, num_rows * (block + 1) / num_blocks - first};
 }
 
-// A group of columns of one row, from fp32. `zero` is the weights' code that stands for 0.
-inline void quantise_group(Floats low, Floats high, std::int32_t zero, bool in_words, std::int32_t* units,
+// A group of columns of one row, from fp32, which becomes what the codes leave of it. `zero` is the weights' code that
+// stands for 0.
+inline void quantise_group(Floats& low, Floats& high, std::int32_t zero, bool in_words, std::int32_t* units,
                            GroupTerms* to) {
     const Ints size = all_ints(0x7fffffff);
     const std::uint32_t most = max_lane_unsigned(max_unsigned(bits_of(low) & size, bits_of(high) & size));
@@ -79,24 +80,34 @@ inline void quantise_group(Floats low, Floats high, std::int32_t zero, bool in_w
     const std::int32_t sum = sum_lanes(low_codes + high_codes);
     const GroupTerms terms{kSumStart - zero * sum, step, static_cast<float>(sum)};
     __builtin_memcpy(to, &terms, sizeof terms);
+    low = low - to_floats(low_codes) * all_floats(step);
+    high = high - to_floats(high_codes) * all_floats(step);
 }
 
-// Row `row` of the input as row `place` of the `count` of a block.
+// Row `row` of the input as row `place` of the `count` of a block; places and counts are of rows of the input.
 inline void quantise_row(const LinearTask& task, std::size_t row, std::size_t place, std::size_t count,
                          std::uint8_t* block) {
     const WeightFormat& format = format_of(task.weight->format);
     const bool in_words = sums_in_words(format.bits);
-    const std::size_t words = group_words(in_words), at = row * task.x.stride;
+    const std::size_t words = group_words(in_words), at = row * task.x.stride, of_row = codings(*task.weight);
+    count *= of_row;
+    place *= of_row;
     for (std::size_t group = 0; group < task.weight->num_groups; ++group, block += count * group_row_bytes(in_words)) {
         auto* units = reinterpret_cast<std::int32_t*>(block) + place * words;
         auto* terms = reinterpret_cast<GroupTerms*>(block + count * words * sizeof(std::int32_t)) + place;
         const std::size_t from = at + group * kGroupColumns;
+        Floats low, high;
         if (task.x.is_bf16) {
             const auto* x = static_cast<const std::uint16_t*>(task.x.data) + from;
-            quantise_group(load_bf16(x), load_bf16(x + kLineLanes), format.zero, in_words, units, terms);
+            low = load_bf16(x);
+            high = load_bf16(x + kLineLanes);
         } else {
             const auto* x = static_cast<const float*>(task.x.data) + from;
-            quantise_group(load_floats(x), load_floats(x + kLineLanes), format.zero, in_words, units, terms);
+            low = load_floats(x);
+            high = load_floats(x + kLineLanes);
+        }
+        for (std::size_t i = 0; i < of_row; ++i) {
+            quantise_group(low, high, format.zero, in_words, units + i * words, terms + i);
         }
     }
 }

@@ -7,6 +7,7 @@ import random as python_random
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,8 +29,8 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def matrix(num_rows: int, num_columns: int, format: str, seed: int = 0) -> QuantisedWeight:
-    return pack(quantise(random(num_rows, num_columns, seed=seed) * 0.05, format))
+def matrix(num_rows: int, num_columns: int, format: str, seed: int = 0, *, fine_rows: bool = False) -> QuantisedWeight:
+    return replace(pack(quantise(random(num_rows, num_columns, seed=seed) * 0.05, format)), fine_rows=fine_rows)
 
 
 def rows(count: int, num_columns: int, seed: int = 1) -> torch.Tensor:
@@ -56,10 +57,11 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(spoilt, b.isnan()) and torch.equal(*zeroed)
 
 
+@pytest.mark.parametrize("fine_rows", [False, True])
 @pytest.mark.parametrize("format", WEIGHT_FORMATS)
 @pytest.mark.parametrize(("num_rows", "num_columns"), SHAPES)
-def test_it_is_the_twin_to_the_bit(format: str, num_rows: int, num_columns: int) -> None:
-    weight = matrix(num_rows, num_columns, format)
+def test_it_is_the_twin_to_the_bit(format: str, num_rows: int, num_columns: int, fine_rows: bool) -> None:
+    weight = matrix(num_rows, num_columns, format, fine_rows=fine_rows)
     handle = native.linear_weight(weight)
     for count in ROW_COUNTS:
         x = rows(count, num_columns, seed=count).to(DTYPES[count % 2])
@@ -73,11 +75,13 @@ def test_it_is_nearly_the_product_with_the_decoded_weights(format: str) -> None:
     weight, x = matrix(96, 576, format), random(20, 576, seed=3)
     exact = x.double() @ decode(weight).double().T
     assert (linear(x, weight) - exact).norm() < 0.008 * exact.norm()
+    assert (linear(x, replace(weight, fine_rows=True)) - exact).norm() < 4e-5 * exact.norm()
 
 
+@pytest.mark.parametrize("fine_rows", [False, True])
 @pytest.mark.parametrize("format", WEIGHT_FORMATS)
-def test_a_row_has_the_same_bits_at_every_row_count_and_number_of_threads(format: str) -> None:
-    weight = matrix(200, 160, format)
+def test_a_row_has_the_same_bits_at_every_row_count_and_number_of_threads(format: str, fine_rows: bool) -> None:
+    weight = matrix(200, 160, format, fine_rows=fine_rows)
     handle, x = native.linear_weight(weight), rows(300, 160)
     expected = linear(x, weight)
     rng = python_random.Random(0)
@@ -87,10 +91,11 @@ def test_a_row_has_the_same_bits_at_every_row_count_and_number_of_threads(format
         assert same_bits(given, expected[first : first + count]), count
 
 
+@pytest.mark.parametrize("fine_rows", [False, True])
 @pytest.mark.parametrize("format", ["int8", "int4_min"])
-def test_rows_that_are_taken_in_slices_have_the_same_bits(format: str) -> None:
+def test_rows_that_are_taken_in_slices_have_the_same_bits(format: str, fine_rows: bool) -> None:
     """So many numbers that their codes would not stay in the cache."""
-    weight, x = matrix(48, 8192, format), rows(300, 8192)
+    weight, x = matrix(48, 8192, format, fine_rows=fine_rows), rows(300, 8192)
     handle = native.linear_weight(weight)
     assert same_bits(apply(handle, 48, x, num_threads=2), linear(x, weight))
 
@@ -166,17 +171,18 @@ def test_a_weight_keeps_its_bytes_alive() -> None:
 @pytest.mark.parametrize("format", WEIGHT_FORMATS)
 @pytest.mark.parametrize("count", [5, 40])
 def test_what_is_no_number_spoils_its_own_row_alone(what: float, format: str, count: int) -> None:
-    weight = matrix(40, 96, format)
-    handle, x = native.linear_weight(weight), rows(count, 96)
-    expected = apply(handle, 40, x)
-    assert expected.isfinite().all()
-    x[2, 70] = what
-    for dtype in DTYPES:
-        assert apply(handle, 40, x, dtype)[2].isnan().all()
-    given = apply(handle, 40, x)
-    assert same_bits(given, linear(x, weight))
-    given[2] = expected[2] = 0
-    assert same_bits(given, expected)
+    for fine_rows in (False, True):
+        weight = matrix(40, 96, format, fine_rows=fine_rows)
+        handle, x = native.linear_weight(weight), rows(count, 96)
+        expected = apply(handle, 40, x)
+        assert expected.isfinite().all()
+        x[2, 70] = what
+        for dtype in DTYPES:
+            assert apply(handle, 40, x, dtype)[2].isnan().all()
+        given = apply(handle, 40, x)
+        assert same_bits(given, linear(x, weight))
+        given[2] = expected[2] = 0
+        assert same_bits(given, expected)
 
 
 def test_a_weight_that_is_no_number_spoils_its_own_column_alone() -> None:
@@ -285,7 +291,8 @@ import test_native_linear as test
 print(test.native.isa())
 for format in test.WEIGHT_FORMATS:
     for num_rows, num_columns in test.SHAPES[:6]:
-        test.test_it_is_the_twin_to_the_bit(format, num_rows, num_columns)
+        for fine_rows in (False, True):
+            test.test_it_is_the_twin_to_the_bit(format, num_rows, num_columns, fine_rows)
     test.test_the_largest_codes_do_not_overflow(format)
     test.test_steps_may_be_small_large_and_negative(format)
     test.test_what_is_no_number_spoils_its_own_row_alone(float("nan"), format, 40)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import cycle
 
 import torch
@@ -17,7 +18,7 @@ from kvist.loading.key_calibration import calibrate
 from kvist.loading.progress import no_progress
 from kvist.models.decoder import Decoder
 from kvist.models.layers import OffsetRMSNorm, RMSNorm
-from kvist.models.matrices import QuantisedMatrix, TokenEmbedding, quantised_module
+from kvist.models.matrices import QuantisedMatrix, TokenEmbedding, has_fine_rows, quantised_module
 from kvist.models.native_layer import use_native_layers
 from kvist.models.registry import build_decoder, decoder_config
 
@@ -71,7 +72,8 @@ def quantised_decoder(family: str, formats: Sequence[str] = ("int4_min", "int8")
     taken = cycle(formats)
     for name, module in list(decoder.named_modules()):
         if isinstance(module, nn.Linear | TokenEmbedding):
-            weight = pack(quantise(module.weight, "int8" if isinstance(module, TokenEmbedding) else next(taken)))
+            format = "int8" if isinstance(module, TokenEmbedding) else next(taken)
+            weight = replace(pack(quantise(module.weight, format)), fine_rows=has_fine_rows(name))
             parent, _, attribute = name.rpartition(".")
             setattr(decoder.get_submodule(parent), attribute, quantised_module(module, weight))
     assert all(isinstance(module, QuantisedMatrix) for module in decoder.modules() if hasattr(module, "packed"))

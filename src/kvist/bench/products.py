@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn.functional import linear
@@ -171,10 +171,7 @@ def _matrices(shape: MatrixShape, formats: Sequence[str]) -> Mapping[str, tuple[
 def _native(weight: QuantisedWeight) -> _TimedFor:
     # Copies in one tensor lie at multiples of 64 bytes, as tiles do.
     copies = weight.data.repeat(_num_copies(weight.data.nbytes), 1, 1)
-    handles = [
-        native.linear_weight(QuantisedWeight(weight.format, weight.num_rows, weight.num_columns, data))
-        for data in copies
-    ]
+    handles = [native.linear_weight(replace(weight, data=data)) for data in copies]
     threads = torch.get_num_threads()
 
     def timed_for(rows: int) -> Callable[[Sequence[int]], float]:

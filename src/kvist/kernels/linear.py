@@ -7,6 +7,8 @@
 Rows of the input are quantised too, in groups of 32 columns, to codes from -127 to 127 and fp32 steps. Sums of codes
 are whole numbers and exact; what is fp32 is rounded after each product and each sum, in the order written. So a row of
 `y` depends on its row of the input and on the weights alone, however the work is cut.
+
+With fine rows the product is a sum of two: of the row's codes, and of the codes of what these leave of the row.
 """
 
 from __future__ import annotations
@@ -27,17 +29,24 @@ def linear(x: torch.Tensor, weight: QuantisedWeight, dtype: torch.dtype | None =
         weight: `W`, `[N, K]`, on the device of `x`.
         dtype: of the result; that of `x` by default.
     """
-    codes, steps = quantise_rows(x)
     matrix = unpack(weight)
     weight_codes = torch.unflatten(matrix.codes.float() - weight.kind.zero, 1, (-1, GROUP_COLUMNS))
     weight_steps = matrix.steps.float()
-    y = x.new_zeros(len(x), weight.num_rows, dtype=torch.float32)
-    for group in range(codes.shape[1]):
-        # Exact in float32: less than 2^24.
-        terms = codes[:, group] @ weight_codes[:, group].T * weight_steps[:, group]
-        if matrix.minima is not None:
-            terms = terms + matrix.minima[:, group].float() * codes[:, group].sum(1, keepdim=True)
-        y += terms * steps[:, group, None]
+
+    def product(codes: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+        y = x.new_zeros(len(x), weight.num_rows, dtype=torch.float32)
+        for group in range(codes.shape[1]):
+            # Exact in float32: less than 2^24.
+            terms = codes[:, group] @ weight_codes[:, group].T * weight_steps[:, group]
+            if matrix.minima is not None:
+                terms = terms + matrix.minima[:, group].float() * codes[:, group].sum(1, keepdim=True)
+            y += terms * steps[:, group, None]
+        return y
+
+    codes, steps = quantise_rows(x)
+    y = product(codes, steps)
+    if weight.fine_rows:
+        y = y + product(*quantise_rows(x.float() - (codes * steps.unsqueeze(2)).flatten(1)))
     return y.to(x.dtype if dtype is None else dtype)
 
 

@@ -220,7 +220,7 @@ class _Library(Protocol):
         self, calls: Sequence[LayerCall], *, num_threads: int, stage_ns: torch.Tensor | None = None
     ) -> None: ...
     def LinearWeight(  # noqa: N802
-        self, format: str, num_rows: int, num_columns: int, data: object
+        self, format: str, num_rows: int, num_columns: int, data: object, fine_rows: bool
     ) -> LinearWeight: ...
 
 
@@ -458,7 +458,9 @@ def linear_weight(weight: QuantisedWeight) -> LinearWeight:
         ValueError: the bytes are not contiguous, not on the CPU or not aligned to 64 bytes, or have another shape than
             the format, rows and columns ask for.
     """
-    return _library().LinearWeight(weight.format, weight.num_rows, weight.num_columns, capsule(weight.data))
+    return _library().LinearWeight(
+        weight.format, weight.num_rows, weight.num_columns, capsule(weight.data), weight.fine_rows
+    )
 
 
 # --- decoder layers: csrc/layer.h -------------------------------------------------------------------------------------

@@ -116,12 +116,14 @@ class QuantisedWeight:
         format: one of `WEIGHT_FORMATS`.
         num_rows, num_columns: `N` and `K`.
         data: `[tiles, tile bytes]` uint8, contiguous.
+        fine_rows: whether rows that it is multiplied with are quantised twice: they, and what that left of them.
     """
 
     format: str
     num_rows: int
     num_columns: int
     data: torch.Tensor
+    fine_rows: bool = False
 
     @property
     def kind(self) -> WeightFormat:

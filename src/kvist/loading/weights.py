@@ -17,7 +17,7 @@ from kvist.loading.checkpoint import Checkpoint
 from kvist.loading.untrusted_file import FETCH_AGAIN
 from kvist.loading.weights_plan import KeptWeight, takes, weights_plan
 from kvist.models.decoder import Decoder
-from kvist.models.matrices import quantised_module, wide_module
+from kvist.models.matrices import has_fine_rows, quantised_module, wide_module
 from kvist.models.native_layer import use_native_layers
 from kvist.models.registry import build_decoder
 
@@ -80,7 +80,7 @@ def assign_weights(
         kept, module_name = plan[name], name.rpartition(".")[0]
         if kept.packed is not None:
             num_rows, num_columns = kept.shape
-            weight = QuantisedWeight(kept.storage, num_rows, num_columns, tensor)
+            weight = QuantisedWeight(kept.storage, num_rows, num_columns, tensor, has_fine_rows(module_name))
             decoder.set_submodule(module_name, quantised_module(decoder.get_submodule(module_name), weight))
         elif kept.storage == "bf16" and in_float32:
             decoder.set_submodule(module_name, wide_module(decoder.get_submodule(module_name)))
