@@ -22,15 +22,16 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_gqa_makes_a_model_and_says_what_it_is(kvist, source, tmp_path):
     outcome = kvist("convert", "gqa", str(source), str(tmp_path / "made"), "--kv-heads", "1")
     assert (outcome.code, outcome.err) == (0, "")
-    first, second = outcome.out.splitlines()
+    first, second, third = outcome.out.splitlines()
     assert first.endswith("made: tiny with 1 KV head (MQA) instead of 2 KV heads (GQA) for 4 query heads, by mean")
     assert second == "its cache takes 0.5 of the bytes"
+    assert f"`kvist convert uptrain {tmp_path / 'made'} --teacher {source} --text FILE` trains it; --method" in third
     assert load(tmp_path / "made").config.num_kv_heads == 1
 
 
 def test_json_is_the_record(kvist, source, tmp_path):
     outcome = kvist("convert", "expand", str(source), str(tmp_path / "shown"))
-    assert outcome.out.splitlines()[1] == "its cache takes 2 times the bytes"
+    assert outcome.out.splitlines()[1:] == ["its cache takes 2 times the bytes"]
     outcome = kvist("convert", "expand", str(source), str(tmp_path / "made"), "--json")
     record = json.loads((tmp_path / "made" / "conversion.json").read_text())
     assert json.loads(outcome.out) == record
@@ -45,6 +46,7 @@ def test_a_calibrated_method_says_how_much_it_misses(kvist, source, tmp_path):
     assert outcome.code == 0
     assert "its layers miss" in outcome.out
     assert "% of the square on average" in outcome.out
+    assert outcome.out.endswith("--text FILE` trains it\n")
 
 
 @pytest.mark.parametrize(

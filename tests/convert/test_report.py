@@ -25,6 +25,7 @@ from kvist.errors import OptionError, PromptError
 from kvist.evaluate.text_windows import EvaluationText
 from kvist.kv_format import LayerFormats
 from kvist.loading import load
+from kvist.loading.progress import no_progress
 
 SMALL = ["--window", "64", "--windows", "3", "--contexts", "40,200", "--tokens", "2", "--repetitions", "1"]
 
@@ -40,11 +41,15 @@ def report_line(pair: tuple[Path, Path, Path]) -> list[str]:
     return ["convert", "report", str(source), str(converted), "--text", str(text), *SMALL]
 
 
-def test_the_report_and_its_figures_are_written(report_line: list[str], pair: tuple[Path, Path, Path]) -> None:
+def test_the_report_and_its_figures_are_written(
+    report_line: list[str], pair: tuple[Path, Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     out = pair[2].with_name("report of it.md")
     figures = out.with_name("figures.json")
     arguments = ["--out", str(out), "--json", str(figures), "--bigram", str(pair[2])]
     assert command_line([*report_line, *arguments]) == 0
+    said = "lie its figures: report of it_losses.png, report of it_speeds.png\n"
+    assert capsys.readouterr().err.endswith(said)
     text = out.read_text()
     assert "![losses](report%20of%20it_losses.png)" in text
     for name in ("losses", "speeds"):
@@ -103,6 +108,25 @@ def test_a_training_is_told_and_never_taken_for_the_papers(pair: tuple[Path, Pat
     assert "5 %" not in written
     assert "5%" not in written.replace("%20", "")
     assert "![curve](curve.png)" in written
+
+
+def test_what_was_made_from_another_model_is_called_so(pair: tuple[Path, Path, Path]) -> None:
+    config = ReportConfig(window=32, windows=2, contexts=(8,), new_tokens=1, repetitions=1)
+    own = load(pair[0], "fp32").files_hash.get(no_progress)
+    for said, is_source in ((own, True), ("0" * 32, False)):
+        (pair[1] / "conversion.json").write_text(json.dumps({"source_hash": said}))
+        written = markdown(conversion_report(str(pair[0]), pair[1], EvaluationText.read(pair[2]), config), {})
+        assert ("It was made from another checkpoint than this `many`." in written) is not is_source
+
+
+def test_a_terminal_shows_tables(
+    report_line: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert command_line(report_line) == 0
+    shown = capsys.readouterr().out
+    assert "| --- |" not in shown
+    assert "perplexity" in shown
 
 
 def test_an_untrained_model_is_called_so(pair: tuple[Path, Path, Path]) -> None:

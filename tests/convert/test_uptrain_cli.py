@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -32,12 +33,25 @@ def test_the_losses_are_printed_and_the_curve_drawn(
     plot = tmp_path / "curve.png"
     assert command_line([*asked, "--steps", "8", "--plot", str(plot)]) == 0
     printed = capsys.readouterr()
-    assert printed.out.startswith("8 steps, 256 tokens, ")
+    assert printed.out.startswith("8 steps, 256 tokens in ")
     for name in ("before", "after", "teacher", "bigram model"):
         assert f"nats per token of the held-out text, {name}\n" in printed.out
     assert "note: step 8 of 8, loss " in printed.err
     assert " tokens/s, 0:00 left" in printed.err
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_teacher_that_is_not_the_source_and_a_loss_that_rose_are_said(
+    asked: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    student = Path(asked[2])
+    record = student / "conversion.json"
+    for files_hash, rate in (("0" * 32, "3"), (None, "1e-4")):
+        record.write_text(json.dumps({} if files_hash is None else {"source_hash": files_hash}))
+        assert command_line([*asked, "--steps", "4", "--learning-rate", rate]) == 0
+        said = capsys.readouterr().err
+        assert (f"{student} was made from another checkpoint" in said) is (files_hash is not None)
+        assert ("the training made it worse" in said) is (rate == "3")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -90,7 +91,7 @@ def gqa(
             force=force,
             progress=progress,
         )
-    _print(done, destination, as_json)
+    _print(done, source, destination, as_json)
 
 
 @app.command()
@@ -111,7 +112,7 @@ def expand(
 
     with progress_bar() as progress:
         done = expanded(source, destination, weights_format=weights_format, force=force, progress=progress)
-    _print(done, destination, as_json)
+    _print(done, source, destination, as_json)
 
 
 def _prepare(threads: int | None) -> None:
@@ -125,16 +126,16 @@ def _prepare(threads: int | None) -> None:
         torch.set_num_threads(threads)
 
 
-def _print(done: Conversion, destination: Path, as_json: bool) -> None:
+def _print(done: Conversion, source: str, destination: Path, as_json: bool) -> None:
     if as_json:
         print(json.dumps(done.as_json(), ensure_ascii=False))
         return
     console = table_console()
-    for line in _lines(done, destination):
+    for line in _lines(done, source, destination):
         console.print(line, markup=False)
 
 
-def _lines(done: Conversion, destination: Path) -> list[str]:
+def _lines(done: Conversion, source: str, destination: Path) -> list[str]:
     """What was done, for a person."""
     from kvist.models.cache_shape import attention_kind
 
@@ -154,6 +155,10 @@ def _lines(done: Conversion, destination: Path) -> list[str]:
             f"of the attention's output on the text its layers miss {mean:.1%} of the square on average, "
             f"{done.layers[worst].missed:.1%} in layer {worst}"
         )
+    if done.num_kv_heads < done.source_num_kv_heads:
+        nearer = "" if done.method == "fitted" else "; --method fitted --text FILE begins nearer to the source"
+        train = shlex.join(["kvist", "convert", "uptrain", str(destination), "--teacher", source])
+        lines.append(f"it is no model to use yet: `{train} --text FILE` trains it{nearer}")
     return lines
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ from urllib.parse import quote
 import typer
 
 from kvist.cli import bench_options, options
+from kvist.cli.output import print_note, table_console
 from kvist.cli.output_file import OutputFile, check_apart, output_file
 from kvist.cli.progress import progress_bar
 from kvist.config import check_threads
@@ -79,7 +81,23 @@ def report(
             if out_file is not None:
                 _write(out_file, pictures, pictures_at, measured)
         finally:  # a full disk must not cost the minutes that the figures took
-            print(_json(measured) if alone else _markdown(measured, {}), end="")
+            if alone:
+                print(_json(measured), end="")
+            else:
+                _show(_markdown(measured, {}))
+    if out is not None:
+        beside = ", ".join(path.name for path in pictures_at.values() if path.exists())
+        print_note(f"{out} has the report, and beside it lie its figures: {beside}")
+
+
+def _show(markdown: str) -> None:
+    """As Markdown for a program, and for a person as it reads."""
+    if not sys.stdout.isatty():
+        print(markdown, end="")
+        return
+    from rich.markdown import Markdown
+
+    table_console().print(Markdown(markdown))
 
 
 def _pictures(out: Path) -> dict[str, Path]:

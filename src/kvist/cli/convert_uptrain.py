@@ -130,6 +130,8 @@ def uptrain(
         kind = _kind_of_plot(plot)
         training = _prepared(directory, teacher, text, held_out, config, resume, restart, threads)
         _note_changes(training)
+        if not training.is_source:
+            print_note(f"{directory} was made from another checkpoint than {teacher}: it learns from that all the same")
         result = _run(training)
         try:
             if plot_file is not None:
@@ -203,10 +205,9 @@ def _run(training: Uptraining) -> UptrainResult:
 
 
 def _print(result: UptrainResult) -> None:
-    print(
-        f"{result.steps:,} steps, {result.tokens:,} tokens, {result.seconds:,.0f} s, "
-        f"{result.tokens / result.seconds:,.0f} tokens/s"
-    )
+    print(f"{result.steps:,} steps, {result.tokens:,} tokens in {result.seconds:,.0f} s, judging and saving included")
     losses = {"before": result.loss_before, "after": result.loss_after, **result.references}
     for name, loss in losses.items():
         print(f"{loss:8.3f}  nats per token of the held-out text, {name}")
+    if result.loss_after > result.loss_before:
+        print_note("the training made it worse: convert it again, and take more steps or a lower --learning-rate")

@@ -21,8 +21,6 @@ from kvist.convert.source import Source
 from kvist.convert.writing import write_conversion
 from kvist.errors import OptionError
 from kvist.evaluate.text_windows import EvaluationText, text_windows
-from kvist.loading.fingerprint import FilesHash
-from kvist.loading.prepared import source_hash
 from kvist.loading.progress import Progress, no_progress
 from kvist.loading.tokenizer import Tokenizer
 
@@ -123,12 +121,10 @@ def _record(
     source: Source, conversion: str, num_kv_heads: int, progress: Progress, *, method: str | None = None
 ) -> Conversion:
     """What is done, as far as it is known before."""
-    known = source_hash(source.directory) if source.path.is_file() else None
-    files_hash = FilesHash((source.directory / "config.json", *source.checkpoint.files), known)
     return Conversion(
         conversion=conversion,
         source=source.name,
-        source_hash=files_hash.get(progress),
+        source_hash=source.files_hash(progress),
         model_type=source.config.model_type,
         num_heads=source.config.num_heads,
         source_num_kv_heads=source.config.num_kv_heads,

@@ -114,11 +114,17 @@ class ConversionRecord:
         fields: all of it; empty where there is no such file.
         method: how heads were merged; None where that is not said.
         trainings: that came to their end, in order.
+        source_hash: of the files that it was made from; None where that is not said.
     """
 
     fields: dict[str, object] = field(default_factory=dict)
     method: str | None = None
     trainings: tuple[TrainingRecord, ...] = ()
+    source_hash: str | None = None
+
+    def is_made_from(self, files_hash: str) -> bool:
+        """Whether a checkpoint of this hash may be the source; it may, where that is not said."""
+        return self.source_hash in (None, files_hash)
 
     @property
     def training(self) -> TrainingRecord | None:
@@ -137,7 +143,12 @@ class ConversionRecord:
             return cls()
         fields = read_json(path)
         try:
-            record = cls(fields, _taken(fields, "method", _text), _taken(fields, _TRAININGS, _trainings) or ())
+            record = cls(
+                fields,
+                _taken(fields, "method", _text),
+                _taken(fields, _TRAININGS, _trainings) or (),
+                _taken(fields, "source_hash", _text),
+            )
             json.dumps(fields, allow_nan=False)
         except _FormError as error:
             raise ModelFileError(f"{path} {error}: {advice}") from None

@@ -59,6 +59,7 @@ def conversion_report(
         raise ModelNotFoundError(f"there is no folder {directory}: give one that `kvist convert gqa` made")
     record, curve = ConversionRecord.read(directory), read_curve(directory)  # before the minutes of all else
     predictions, positions, before, after = _predictions(source, directory, text, config, bigram_text, progress)
+    is_source = record.is_made_from(before.files_hash)
     gc.collect()  # the fp32 weights: what is timed should have the memory to itself
     cache, speeds = _measured(source, directory, text, config, progress)
     return ConversionReport(
@@ -74,6 +75,7 @@ def conversion_report(
         speeds=speeds,
         config=config,
         record=record,
+        is_source=is_source,
         curve=curve,
         machine=MachineFacts.gather(torch.get_num_threads()).line,
     )
@@ -82,6 +84,7 @@ def conversion_report(
 @dataclass(frozen=True)
 class _Heads:
     name: str
+    files_hash: str
     num_heads: int
     num_kv_heads: int
 
@@ -113,7 +116,10 @@ def _predictions(
         loss = bigram.loss(torch.tensor(windows))
         predictions.append(Prediction.of_loss(f"bigram model of {bigram_text.name}", loss))
     predictions.append(Prediction.of_loss("uniform guessing", math.log(before.config.vocab_size)))
-    heads = [_Heads(model.name, model.config.num_heads, model.config.num_kv_heads) for model in (before, after)]
+    heads = [
+        _Heads(model.name, model.files_hash.get(progress), model.config.num_heads, model.config.num_kv_heads)
+        for model in (before, after)
+    ]
     return tuple(predictions), found.positions, heads[0], heads[1]
 
 

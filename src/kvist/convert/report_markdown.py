@@ -27,6 +27,8 @@ def _head(report: ConversionReport) -> str:
         f"{kv_heads(report.converted_kv_heads)} in each layer."
     )
     method = report.record.method
+    if not report.is_source:
+        text += f" It was made from another checkpoint than this `{report.source}`."
     return text + (f" Heads were merged by the method {shown(method)}." if method is not None else "")
 
 

@@ -91,6 +91,7 @@ class ConversionReport:
         cache, speeds: a row for each context.
         config: what was asked for.
         record: what `conversion.json` says.
+        is_source: whether the converted model may have been made from the source, by what is said there.
         curve: of the last training; None where there was none.
         machine: what it was measured on, in a line.
     """
@@ -107,6 +108,7 @@ class ConversionReport:
     speeds: tuple[SpeedRow, ...]
     config: ReportConfig
     record: ConversionRecord
+    is_source: bool
     curve: Curve | None
     machine: str
 

@@ -13,8 +13,9 @@ from kvist.config import ModelConfig, check_format
 from kvist.convert.attention_weights import AttentionWeights
 from kvist.errors import ModelFileError, NumericsError, OptionError, UnsupportedModelError
 from kvist.loading.checkpoint import PLAIN_DTYPES
+from kvist.loading.fingerprint import FilesHash
 from kvist.loading.loader import refuse_quantised
-from kvist.loading.prepared import prepared_copy
+from kvist.loading.prepared import prepared_copy, source_hash
 from kvist.loading.progress import Progress
 from kvist.loading.quantised_weights import PACKED
 from kvist.loading.resolve import resolve
@@ -123,6 +124,11 @@ class Source:
                     "made of them; fetch the model again"
                 )
         return AttentionWeights.from_tensors(tensors, self.config.head_dim)
+
+    def files_hash(self, progress: Progress) -> str:
+        """Of weights and configuration; of a GGUF file, of the whole file. As `LoadedModel` has it."""
+        known = source_hash(self.directory) if self.path.is_file() else None
+        return FilesHash((self.directory / "config.json", *self.checkpoint.files), known).get(progress)
 
     def as_stored(self, layer: int, weights: AttentionWeights) -> AttentionWeights:
         """A layer's new projections as they will be read again: rounded to their dtypes in the files, in float32."""

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from kvist.convert import uptrain_checkpoint as checkpoints
-from kvist.convert.record import add_training
+from kvist.convert.record import ConversionRecord, add_training
 from kvist.convert.uptrain_checks import only_training
 from kvist.convert.uptrain_config import MOST_STEPS, UptrainConfig
 from kvist.convert.uptrain_curve import CURVE_FILE, Curve, CurveRow
@@ -65,6 +65,7 @@ class Uptraining:
         learning_rate_before: the same before it stopped; None for a training that begins.
         num_threads: that compute it.
         num_threads_before: the same before it stopped; None for a training that begins.
+        is_source: whether the model may have been made from its teacher, by what its folder says.
         references: losses of the held-out text to measure by.
         curve: so far.
 
@@ -99,6 +100,8 @@ class Uptraining:
         self.learning_rate_before = found.plan.asked.learning_rate if found else None
         self.num_threads = torch.get_num_threads()
         self.num_threads_before = found.plan.num_threads if found else None
+        made_from = ConversionRecord.read(directory)
+        self.is_source = ready.asked.teacher is None or made_from.is_made_from(ready.asked.teacher.files_hash)
         self._random = torch.get_rng_state()
         self._updating = False
         if found:
@@ -218,7 +221,7 @@ class Uptraining:
         if steps < 1:
             raise OptionError(
                 f"minutes is {self._config.minutes:g}, and to load, judge and take one step needs more: give "
-                f"--minutes {math.ceil(10 * (self._config.minutes * 60 - left_s + 10 * spent[-1]) / 60) / 10:g} or more"
+                f"--minutes {math.ceil(1.2 * (self._config.minutes * 60 - left_s + 10 * spent[-1]) / 60):g} or more"
             )
         return steps
 

@@ -22,7 +22,6 @@ from kvist.convert.uptrain_plan import AskedTraining, TeacherId, TextId, setting
 from kvist.convert.uptrain_student import student_hash
 from kvist.convert.uptrain_text import PackedText, joined_tokens, judged_sequences, packed_texts
 from kvist.evaluate.text_windows import EvaluationText
-from kvist.loading.fingerprint import FilesHash
 from kvist.loading.progress import Progress
 
 _BETAS = (0.9, 0.95)
@@ -127,15 +126,11 @@ def _asked(
         learning_rate=config.learning_rate,
         steps=config.steps,
         minutes=config.minutes,
-        teacher=None if teacher is None else TeacherId(teacher.name, _files_hash(teacher, progress)),
+        teacher=None if teacher is None else TeacherId(teacher.name, teacher.source.files_hash(progress)),
         texts=tuple(map(TextId.of, texts)),
         held_out=None if held_out is None else TextId.of(held_out),
         student_hash=student_hash(student, config.train, progress),
     )
-
-
-def _files_hash(folder: ModelFolder, progress: Progress) -> str:
-    return FilesHash((folder.path / "config.json", *folder.source.checkpoint.files)).get(progress)
 
 
 def _packed(
