@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from padded import ROPE, close, expanded, inputs, module
 
 from kvist.attention import PagedCache
-from kvist.errors import OptionError, ReservationError, StateError
+from kvist.errors import CacheFullError, OptionError, ReservationError, StateError
 
 
 @settings(max_examples=40, deadline=None)
@@ -112,3 +112,10 @@ def test_what_pages_cannot_do_is_refused() -> None:
 def test_a_cache_that_cannot_be_is_refused(options, message) -> None:
     with pytest.raises(OptionError, match=message):
         PagedCache(**{"batch": 1, "num_kv_heads": 2, "head_dim": 8, "max_tokens": 4, **options})
+
+
+def test_more_than_the_system_grants_is_said_in_the_caches_own_words() -> None:
+    with pytest.raises(
+        CacheFullError, match=r"^2 rows of 10,000,000,000,000 tokens take .*: lower batch or max_tokens$"
+    ):
+        PagedCache(2, 2, 64, max_tokens=10**13)

@@ -9,8 +9,9 @@ from kvist.cache.kv_cache import KVCache, Span
 from kvist.cache.plan import CachePlan
 from kvist.checks import check_integer
 from kvist.config import CacheConfig, LayerConfig
-from kvist.errors import OptionError, StateError
+from kvist.errors import CacheFullError, OptionError, StateError
 from kvist.kv_format import LayerFormats
+from kvist.memory import binary_size
 
 
 class PagedCache:
@@ -34,6 +35,7 @@ class PagedCache:
     Raises:
         OptionError: a number is below 1; or the format is unknown, cannot take the head dim, or quantises keys, which
             needs statics of a model (`kvist.LLM` has them).
+        CacheFullError: the system grants no such memory.
     """
 
     def __init__(
@@ -55,7 +57,13 @@ class PagedCache:
                 "has not: choose fp32 or bf16 for the keys"
             )
         needed = batch * CachePlan(layers, formats, 0, max_tokens).bytes_for(max_tokens)
-        self.pages = KVCache(layers, CacheConfig(formats, needed, 0, max_tokens), device)
+        try:
+            self.pages = KVCache(layers, CacheConfig(formats, needed, 0, max_tokens), device)
+        except CacheFullError as error:
+            raise CacheFullError(
+                f"{batch:,} rows of {max_tokens:,} tokens take {binary_size(needed)}, and the system does not grant "
+                "that: lower batch or max_tokens"
+            ) from error
         self._sequences = [self.pages.open() for _ in range(batch)]
         for sequence in self._sequences:
             self.pages.reserve(sequence, max_tokens)
