@@ -178,6 +178,18 @@ def test_native_products_have_the_bits_of_the_twin(
     assert len(calls) == len(matrices(model))
 
 
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+def test_values_and_logits_have_fine_rows(architecture: str, tmp_path: Path) -> None:
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", architecture, hf_state(architecture), tensor_type="Q8_0")
+    model = load(path, "int8")
+    fine = {name.rpartition(".")[2] for name, module in matrices(model).items() if module.packed.fine_rows}
+    plain = {name.rpartition(".")[2] for name, module in matrices(model).items() if not module.packed.fine_rows}
+    assert "v_proj" in fine
+    assert fine <= {"v_proj", "lm_head", "embed_tokens"}
+    assert plain == {"q_proj", "k_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert fine & {"lm_head", "embed_tokens"}
+
+
 def test_the_table_of_vectors_is_read_row_by_row(tmp_path: Path) -> None:
     model = load(write_tiny_gguf(tmp_path / "tiny.gguf", state=hf_state("llama"), tensor_type="Q8_0"))
     table = model.decoder.embed_tokens

@@ -115,8 +115,7 @@ class QuantisedEmbedding(QuantisedMatrix):
 def has_fine_rows(name: str) -> bool:
     """Whether a module's product takes fine rows, by its name in the decoder.
 
-    Logits and values do: they feel what rounding takes from a row the most, for what their products cost. With both the
-    divergence that the rounding of rows adds is about a half.
+    Logits and values do: they feel what rounding takes from a row the most, for what their products cost.
     """
     return name.rpartition(".")[2] in ("lm_head", "embed_tokens", "v_proj")
 
