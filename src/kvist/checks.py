@@ -8,11 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
-from typing import cast
+from typing import TypeGuard, cast
 
 from kvist.errors import OptionError, shown
 
 _MOST_SHOWN = 80
+
+_MOST_NUMBER = 1e300
 
 
 def is_integer(value: object) -> bool:
@@ -23,6 +25,11 @@ def is_integer(value: object) -> bool:
 def is_number(value: object) -> bool:
     """Whether a value measures: an integer or a `float`, NumPy's included. A bool does not."""
     return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def is_finite_number(value: object) -> TypeGuard[float]:
+    """Whether a value measures, and is no larger than can be computed with: as read from a file of anybody's."""
+    return is_number(value) and abs(cast(float, value)) < _MOST_NUMBER
 
 
 def check_integer(option: str, value: object, least: int, most: int | None = None, *, note: str = "") -> int:

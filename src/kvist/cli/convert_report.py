@@ -79,15 +79,13 @@ def report(
             if json_file is not None:
                 json_file.write(lambda path: path.write_text(_json(measured), encoding="utf-8"))
             if out_file is not None:
-                _write(out_file, pictures, pictures_at, measured)
+                drawn = _write(out_file, pictures, pictures_at, measured)
+                print_note(f"{out} has the report, and beside it lie its figures: {', '.join(drawn)}")
         finally:  # a full disk must not cost the minutes that the figures took
             if alone:
                 print(_json(measured), end="")
             else:
                 _show(_markdown(measured, {}))
-    if out is not None:
-        beside = ", ".join(path.name for path in pictures_at.values() if path.exists())
-        print_note(f"{out} has the report, and beside it lie its figures: {beside}")
 
 
 def _show(markdown: str) -> None:
@@ -130,7 +128,8 @@ def _measured(
 
 def _write(
     out_file: OutputFile, pictures: dict[str, OutputFile | None], paths: dict[str, Path], measured: ConversionReport
-) -> None:
+) -> list[str]:
+    """The names of the pictures that there are."""
     from kvist.convert.report_plot import draw_losses, draw_speeds, draw_training
 
     draw = {"losses": draw_losses, "speeds": draw_speeds, "curve": draw_training}
@@ -141,6 +140,7 @@ def _write(
         file.write(partial(draw[name], kind="png", report=measured))
         written[name] = quote(paths[name].name)
     out_file.write(lambda path: path.write_text(_markdown(measured, written), encoding="utf-8"))
+    return [paths[name].name for name in written]
 
 
 def _markdown(measured: ConversionReport, pictures: dict[str, str]) -> str:

@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TypeVar
 
-from kvist.checks import is_number
+from kvist.checks import is_finite_number
 from kvist.errors import ModelFileError, OptionError, shown
 from kvist.loading.cache_folder import move_into_place
 from kvist.loading.untrusted_file import read_json, write_json
@@ -23,7 +23,6 @@ RECORD_ASIDE = f".{CONVERSION_FILE}.partial"
 """What it is called while it is written."""
 
 _TRAININGS, _TRAINING_ID = "uptraining", "id"
-_MOST_NUMBER = 1e300
 _Value = TypeVar("_Value")
 
 
@@ -171,11 +170,20 @@ def add_training(directory: Path, training_id: str, entry: Mapping[str, object])
         ModelFileError: what is there is damaged.
         OptionError: it cannot be written. What was there is as it was.
     """
-    path, aside = directory / CONVERSION_FILE, directory / RECORD_ASIDE
     record = ConversionRecord.read(directory)
     others = [dict(each.fields) for each in record.trainings if each.fields.get(_TRAINING_ID) != training_id]
+    fields = {**record.fields, _TRAININGS: [*others, {_TRAINING_ID: training_id, **entry}]}
+    replace_file(directory / CONVERSION_FILE, directory / RECORD_ASIDE, lambda aside: write_json(aside, fields))
+
+
+def replace_file(path: Path, aside: Path, write: Callable[[Path], object]) -> None:
+    """Write a file of a model's folder aside, and give it its name.
+
+    Raises:
+        OptionError: it cannot be written. What was there is as it was.
+    """
     try:
-        write_json(aside, {**record.fields, _TRAININGS: [*others, {_TRAINING_ID: training_id, **entry}]})
+        write(aside)
         move_into_place(aside, path)
     except OSError as error:
         with suppress(OSError):
@@ -231,11 +239,11 @@ def _text(value: object) -> str | None:
 
 
 def _number(value: object) -> float | None:
-    return float(value) if _is_finite(value) else None  # type: ignore[arg-type]
+    return float(value) if is_finite_number(value) else None
 
 
 def _numbers(value: object) -> dict[str, float] | None:
-    if not isinstance(value, dict) or not all(map(_is_finite, value.values())):
+    if not isinstance(value, dict) or not all(map(is_finite_number, value.values())):
         return None
     return {str(name): float(number) for name, number in value.items()}
 
@@ -245,10 +253,6 @@ def _names(value: object) -> tuple[str, ...] | None:
     names = [text.get("name") if isinstance(text, dict) else None for text in value] if isinstance(value, list) else []
     found = tuple(name for name in names if isinstance(name, str))
     return found if isinstance(value, list) and len(found) == len(value) else None
-
-
-def _is_finite(value: object) -> bool:
-    return is_number(value) and abs(value) < _MOST_NUMBER  # type: ignore[arg-type]
 
 
 def _without_none(fields: Mapping[str, object]) -> dict[str, object]:

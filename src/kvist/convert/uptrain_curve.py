@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
-from kvist.checks import is_number
-from kvist.errors import ModelFileError, OptionError
-from kvist.loading.cache_folder import move_into_place
+from kvist.checks import is_finite_number
+from kvist.convert.record import replace_file
+from kvist.errors import ModelFileError
 
 CURVE_FILE = "uptraining.jsonl"
 """In the folder of a model that was trained."""
@@ -21,7 +20,6 @@ _SIZE_INCHES = (7.0, 4.5)
 _DPI = 150
 # A step's loss jumps with its sequences: the line is a mean over this part of all steps.
 _SMOOTHED_FRACTION = 0.04
-_MOST_NUMBER = 1e300
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,16 +68,7 @@ class Curve:
         Raises:
             OptionError: it cannot be written. What was there is as it was.
         """
-        aside = path.with_name(CURVE_ASIDE)
-        try:
-            self.write(aside)
-            move_into_place(aside, path)
-        except OSError as error:
-            with suppress(OSError):
-                aside.unlink(missing_ok=True)
-            raise OptionError(
-                f"{path} cannot be written: {error.strerror or error}; free some space, then give --resume"
-            ) from error
+        replace_file(path, path.with_name(CURVE_ASIDE), self.write)
 
     @classmethod
     def read(cls, path: Path) -> Curve:
@@ -89,9 +78,7 @@ class Curve:
             found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
             curve = cls([CurveRow(**{name: row[name] for name in known & row.keys()}) for row in found])
             if not all(
-                value is None or (is_number(value) and abs(value) < _MOST_NUMBER)
-                for row in curve.rows
-                for value in asdict(row).values()
+                value is None or is_finite_number(value) for row in curve.rows for value in asdict(row).values()
             ):
                 raise ValueError
         except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
