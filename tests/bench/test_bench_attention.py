@@ -69,6 +69,19 @@ def test_prefill_takes_the_context_in_steps(steps, monkeypatch: pytest.MonkeyPat
     assert steps == [[(0, 100)], [(100, 30)]]
 
 
+@pytest.mark.parametrize("name", ["bf16", "int8", "int4"])
+def test_each_repetition_of_prefill_attends_over_random_keys_and_values(name: str, monkeypatch) -> None:
+    monkeypatch.setattr(bench, "_MAX_STEP_TOKENS", 100)
+    shape = replace(SHAPE, batch=1)
+    cache, exact = (FilledCache(shape, LayerFormats.parse(n), dtype=torch.float32) for n in (name, "fp32"))
+    for _ in range(2):
+        cache.prefill()
+        exact.prefill()
+        assert exact.mixed.std() > 0.05
+        error = (cache.mixed - exact.mixed).square().mean() / exact.mixed.square().mean()
+        assert error < {"bf16": 1e-4, "int8": 1e-3, "int4": 0.05}[name]
+
+
 def test_the_operations_are_those_of_the_causal_products() -> None:
     assert replace(SHAPE, context=3, batch=1, layers=1).prefill_flop == (1 + 2 + 3) * 4 * 64 * 4
 

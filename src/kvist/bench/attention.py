@@ -10,6 +10,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvist.bench.probed import Measured
+from kvist.cache.cache_view import CacheView
 from kvist.cache.kv_cache import KVCache, Span
 from kvist.cache.plan import CachePlan
 from kvist.checks import check_integer
@@ -94,7 +95,9 @@ class FilledCache:
         # The page that forks write to next is promised to each of them, beside the one that they share.
         needed = shape.batch * plan.bytes_for(shape.context + 1) + (plan.least_bytes if shares else 0)
         rows = max(min(_MAX_STEP_TOKENS, shape.context), shape.batch)
-        taken = needed + rows * shape.num_heads * shape.head_dim * (torch.float32.itemsize + dtype.itemsize)
+        # While they are made, in float32; queries, keys and values.
+        heads = shape.num_heads + 2 * shape.num_kv_heads
+        taken = needed + rows * heads * shape.head_dim * (torch.float32.itemsize + dtype.itemsize)
         if taken > available_bytes():
             raise CacheFullError(
                 f"{shape.batch} sequences of {shape.context:,} tokens and their queries take {taken:,} bytes in "
@@ -107,14 +110,11 @@ class FilledCache:
         self._reserve()
         generator = torch.Generator().manual_seed(0)
         self._q = _random(generator, rows, shape.num_heads, shape.head_dim).to(dtype)
+        self._k, self._v = (_random(generator, rows, shape.num_kv_heads, shape.head_dim).to(dtype) for _ in range(2))
         for first in range(0, shape.context, _MAX_STEP_TOKENS):
             count = min(_MAX_STEP_TOKENS, shape.context - first)
             for sequence in self._sequences:
-                view = self._cache.view([Span(sequence, count)])
-                for layer in range(shape.layers):
-                    k, v = (_random(generator, count, shape.num_kv_heads, shape.head_dim).to(dtype) for _ in range(2))
-                    view.write(layer, k, v)
-                self._cache.commit(view)
+                self._cache.commit(self._appended([Span(sequence, count)]))
         while len(self._sequences) < shape.batch:
             self._sequences.append(self._cache.fork(self._sequences[0]))
         self._reserve()
@@ -124,8 +124,15 @@ class FilledCache:
             if not self._cache.reserve(sequence, self._shape.context + 1):
                 raise RuntimeError("the cache was measured for these sequences and does not take them")
 
+    def _appended(self, spans: list[Span]) -> CacheView:
+        """A step's view, with its keys and values in every layer: the same random ones, in memory of their own."""
+        view = self._cache.view(spans)
+        for layer in range(self._shape.layers):
+            view.write(layer, self._k[: view.num_tokens], self._v[: view.num_tokens])
+        return view
+
     def decode(self) -> Measured:
-        """One token of each sequence attends, in every layer. Nothing is appended: the last token does it again."""
+        """One token of each sequence attends, in every layer: the last one, again."""
         for sequence in self._sequences:
             self._cache.rewind(sequence, self._shape.context - 1)
         return Measured(self._attend([Span(sequence, 1) for sequence in self._sequences]))
@@ -140,12 +147,12 @@ class FilledCache:
         return Measured(seconds)
 
     def _attend(self, spans: list[Span]) -> float:
-        """The seconds of attention over what the pages hold already.
+        """The seconds of attention alone, of a step whose tokens are appended before.
 
         It is called as a native decoder layer calls it: what a step prepares for all its layers is prepared, and no
-        tensor passes through Python. A step's view is committed, so that the tokens count again.
+        tensor passes through Python. A step's view is committed, so that the tokens count.
         """
-        view = self._cache.view(spans)
+        view = self._appended(spans)
         q = self._q[: view.num_tokens]
         self.mixed = torch.empty(self._shape.layers, *q.shape, dtype=q.dtype)
         calls = []
