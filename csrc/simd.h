@@ -125,6 +125,29 @@ inline float sum_lanes(Floats a) {
     return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
 }
 
+// Of four lines, in the first four lanes: they fold into one another, so that none waits for its own few lanes.
+inline __m128i max_lanes_of_four(const Ints* lines) {
+    const auto folded = [](__m512i a, __m512i b) {
+        return _mm512_max_epu32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+    };
+    const __m512i first = folded(lines[0].part[0], lines[1].part[0]);
+    const __m512i second = folded(lines[2].part[0], lines[3].part[0]);
+    const __m512i sixteen =
+        _mm512_max_epu32(_mm512_unpacklo_epi64(first, second), _mm512_unpackhi_epi64(first, second));
+    const __m256i eight = _mm256_max_epu32(_mm512_castsi512_si256(sixteen), _mm512_extracti64x4_epi64(sixteen, 1));
+    return _mm_max_epu32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+}
+// Lane i is the largest of line i; those of which there is no line are zero.
+template <std::size_t kLines>
+inline Ints max_lanes_unsigned(const Ints (&lines)[kLines]) {
+    static_assert(kLines % 4 == 0 && kLines <= kLineLanes);
+    __m512i found = _mm512_zextsi128_si512(max_lanes_of_four(lines));
+    if constexpr (kLines > 4) found = _mm512_inserti32x4(found, max_lanes_of_four(lines + 4), 1);
+    if constexpr (kLines > 8) found = _mm512_inserti32x4(found, max_lanes_of_four(lines + 8), 2);
+    if constexpr (kLines > 12) found = _mm512_inserti32x4(found, max_lanes_of_four(lines + 12), 3);
+    return {{found}};
+}
+
 // The units of 64 codes from 0 to 255.
 inline void store_unsigned_units(std::int32_t* to, const Ints (&a)[4]) {
     const __m512i low = _mm512_packus_epi32(a[0].part[0], a[1].part[0]);
@@ -196,6 +219,13 @@ inline float sum_lanes(Floats a) {
     return lanes[0];
 }
 
+template <std::size_t kLines>
+inline Ints max_lanes_unsigned(const Ints (&lines)[kLines]) {
+    std::uint32_t found[kLineLanes] = {};
+    for (std::size_t i = 0; i < kLines; ++i) found[i] = max_lane_unsigned(lines[i]);
+    return load_ints(found);
+}
+
 #endif
 
 constexpr float kLog2E = 1.44269504088896340736f;
@@ -261,6 +291,16 @@ inline Codes low_nibbles(Ints line) { return {_mm512_and_si512(line.part[0], _mm
 inline Codes high_nibbles(Ints line) {
     return {_mm512_and_si512(_mm512_srli_epi16(line.part[0], 4), _mm512_set1_epi8(0x0f))};
 }
+// The same less `kCentredNibbleZero`, times `kCentredNibbleUnit`: a mask does it where they lie, without a subtraction.
+constexpr float kCentredNibbleUnit = 16;
+constexpr float kCentredNibbleZero = 8;
+inline Codes low_centred_nibbles(Ints line) {
+    return {_mm512_ternarylogic_epi32(_mm512_slli_epi16(line.part[0], 4), _mm512_set1_epi8(-16),
+                                      _mm512_set1_epi8(-128), 0x6a)};
+}
+inline Codes high_centred_nibbles(Ints line) {
+    return {_mm512_ternarylogic_epi32(line.part[0], _mm512_set1_epi8(-16), _mm512_set1_epi8(-128), 0x6a)};
+}
 inline Unit load_unit(const std::int32_t* words) { return {_mm512_set1_epi32(*words)}; }
 
 // Unsigned codes in the line, signed ones in the unit; and the other way round.
@@ -311,6 +351,10 @@ inline Codes signed_codes(const std::uint8_t* bytes) {
 }
 inline Codes low_nibbles(Ints line) { return unsigned_codes(line & all_ints(0x0f0f0f0f)); }
 inline Codes high_nibbles(Ints line) { return unsigned_codes(shift_right<4>(line) & all_ints(0x0f0f0f0f)); }
+constexpr float kCentredNibbleUnit = 1;
+constexpr float kCentredNibbleZero = 0;
+inline Codes low_centred_nibbles(Ints line) { return low_nibbles(line); }
+inline Codes high_centred_nibbles(Ints line) { return high_nibbles(line); }
 inline Unit load_unit(const std::int32_t* words) { return {int_all(words[0]), int_all(words[1])}; }
 
 inline void add_products_of_unsigned(Ints& sum, Codes line, Unit unit) {

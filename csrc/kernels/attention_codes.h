@@ -11,19 +11,23 @@ namespace kvist::KVIST_ISA {
 namespace {
 
 constexpr std::size_t kMostGroups = kMostHeadDim / kStorageFormats[3].least_group_dims;
-constexpr float kMiddleCode = 7.5f;
+// From which the codes of int4 values are counted, so that what weights lose by rounding counts less.
+constexpr float kMiddleCode = kCentredNibbleZero == 0 ? 7.5f : kCentredNibbleZero;
 // Smaller products stand for zeros. What a code stands for, and a 256th of it, are then no denormals.
 constexpr float kLeastProduct = 0x1p-100f;
 
-// The weights of a block on one page, for each group of dims.
+// Groups whose weights are coded together.
+constexpr std::size_t kMostGroupsAtOnce = 2;
+
+// The weights of a block on one page, for some groups of dims.
 struct WeightCodes {
     static constexpr std::size_t kWords = kPageSlots / 4 * kUnitWords;
 
-    alignas(64) std::int32_t units[kMostGroups][kMostRows][kWords];
+    alignas(64) std::int32_t units[kMostGroupsAtOnce][kMostRows][kWords];
     // Of int8 values, the low bytes of codes that are two units; there if `has_low` says so of some row.
     alignas(64) std::int32_t low[kMostRows][kWords];
     bool has_low;
-    float step[kMostGroups][kMostRows];  // what a unit stands for
+    float step[kMostGroupsAtOnce][kMostRows];  // what a unit stands for
 };
 
 // The largest code, in units that take two bytes or one.
@@ -70,13 +74,14 @@ inline void store_zeros(std::int32_t* words, std::size_t count) {
     for (std::size_t i = 0; i < count; i += kLanes) store(words + i, all_ints(0));
 }
 
-// Row r's weights of one page, times the steps of one group, as codes. `floors` gathers what the floors add.
+// Row r's weights of one page times the steps of one group; the largest of them by lanes. `floors` gathers what the
+// middles add.
 template <Storage kValues, bool kSeesAll>
-KVIST_ALWAYS_INLINE void code_row(const Block& block, std::size_t r, std::size_t page, const PageSteps& steps,
-                                  std::size_t group, Floats& floors, WeightCodes& to) {
+KVIST_ALWAYS_INLINE void multiply_row(const Block& block, std::size_t r, std::size_t page, const PageSteps& steps,
+                                      Floats (&products)[kPageTiles], Ints& most, [[maybe_unused]] Floats& floors) {
     const float* weights = block.scores + r * kSplitSlots + page * kPageSlots;
-    Floats products[kPageTiles], greatest = all_floats(0.0f);
-    Ints most = all_ints(0);
+    Ints greatest = all_ints(0);
+    Floats floor = floors;
 #pragma GCC unroll 4
     for (std::size_t i = 0; i < kPageTiles; ++i) {
         const Floats weight = load_floats(weights + i * kLanes);
@@ -87,32 +92,38 @@ KVIST_ALWAYS_INLINE void code_row(const Block& block, std::size_t r, std::size_t
             step = select(seen, step, all_floats(0.0f));
             if constexpr (kValues == Storage::kInt4) middle = select(seen, middle, all_floats(0.0f));
         }
-        products[i] = weight * step;
+        const Floats product = weight * step;
+        products[i] = product;
         // Of numbers that are not negative the greater has the greater bits, and what is no number the greatest.
-        most = max_unsigned(most, bits_of(products[i]));
-        if constexpr (kValues == Storage::kInt4) {
-            floors = fma(weight, middle, floors);
-        } else if constexpr (kUnitsAreBytes) {
-            greatest = max(weight, greatest);
-        }
+        greatest = max_unsigned(greatest, bits_of(product));
+        if constexpr (kValues == Storage::kInt4) floor = fma(weight, middle, floor);
     }
-    const float largest = __builtin_bit_cast(float, max_lane_unsigned(most));
-    if (largest < kLeastProduct) {
-        to.step[group][r] = 0;
-        store_zeros(to.units[group][r], WeightCodes::kWords);
-        if constexpr (kUnitsAreBytes && kValues == Storage::kInt8) store_zeros(to.low[r], WeightCodes::kWords);
-        return;
-    }
-    const float step = largest * (1.0f / kMostCode);
-    to.step[group][r] = step;
+    most = greatest;
+    if constexpr (kValues == Storage::kInt4) floors = floor;
+}
+
+// Whether one slot of the page has a large share of the row's weights in the split.
+inline bool has_large_share(const Block& block, std::size_t r, std::size_t page) {
+    const float* weights = block.scores + r * kSplitSlots + page * kPageSlots;
+    Floats greatest = load_floats(weights);
+#pragma GCC unroll 4
+    for (std::size_t i = 1; i < kPageTiles; ++i) greatest = max(load_floats(weights + i * kLanes), greatest);
+    return is_less_anywhere(all_floats(kLargeShare * block.gathered[r]->total), greatest);
+}
+
+// Products as codes, of which one stands for `step`, and `inverse` of which are 1.
+template <Storage kValues>
+KVIST_ALWAYS_INLINE void code_row(const Block& block, std::size_t r, std::size_t page,
+                                  const Floats (&products)[kPageTiles], [[maybe_unused]] float step, float inverse,
+                                  std::size_t group, [[maybe_unused]] Floats& floors, WeightCodes& to) {
     Ints codes[kPageTiles];
     if constexpr (kUnitsAreBytes && kValues == Storage::kInt8) {
-        if (is_less_anywhere(all_floats(kLargeShare * block.gathered[r]->total), greatest)) {
-            const Floats inverse = all_floats(255 * 256 / largest);
+        if (has_large_share(block, r, page)) {
+            const Floats finer = all_floats(inverse * 256);
             Ints low[kPageTiles];
 #pragma GCC unroll 4
             for (std::size_t i = 0; i < kPageTiles; ++i) {
-                const Ints code = rounded(products[i] * inverse);
+                const Ints code = rounded(products[i] * finer);
                 codes[i] = shift_right<8>(code);
                 low[i] = code & all_ints(255);
             }
@@ -123,33 +134,65 @@ KVIST_ALWAYS_INLINE void code_row(const Block& block, std::size_t r, std::size_t
         }
         store_zeros(to.low[r], WeightCodes::kWords);
     }
-    const Floats inverse = all_floats(kMostCode / largest);
 #pragma GCC unroll 4
-    for (std::size_t i = 0; i < kPageTiles; ++i) codes[i] = rounded(products[i] * inverse);
-    if constexpr (kValues == Storage::kInt4) {
-        // As if the codes of the values were counted from the middle: what weights lose by rounding then counts less.
+    for (std::size_t i = 0; i < kPageTiles; ++i) codes[i] = rounded(products[i] * all_floats(inverse));
+    if constexpr (kValues == Storage::kInt4 && kCentredNibbleZero == 0) {
         const Ints sum = (codes[0] + codes[1]) + (codes[2] + codes[3]);
         floors = fma(to_floats(sum), all_floats(-kMiddleCode * step), floors);
     }
     store_unsigned_units(to.units[group][r], codes);
 }
 
-// The weights of kRows rows on one page, for all groups. None waits for what came before: the long way from a product
-// to its code is gone by several at once.
+// Groups of a page whose weights are coded together, so that none waits for the long way from products to codes. A
+// line has a lane for each row of each.
+template <Storage kValues>
+constexpr std::size_t kGroupsAtOnce = kValues == Storage::kInt4 ? kMostGroupsAtOnce : 1;
+
+// The weights of kRows rows on one page times the steps of some groups, and what their codes will stand for.
 template <Storage kValues, std::size_t kRows>
-inline void code_weights(const LayerPages& layer, const Block& block, const HeadPage& at, std::size_t page,
-                         Floats (*floors)[kRows], WeightCodes& to) {
-    to.has_low = false;
-    const std::size_t groups = layer.head_dim / layer.value_group_dims;
-    for (std::size_t group = 0; group < groups; ++group) {
-        const PageSteps steps =
-            page_steps<kValues>(at.bytes + layer.value_scales + group * kPageTiles * kLineBytes);
+struct GroupProducts {
+    static constexpr std::size_t kMost = kGroupsAtOnce<kValues> * kRows;
+
+    std::size_t page, first_group, num_groups;
+    Floats products[kMost][kPageTiles];  // [groups, rows]
+    alignas(64) float step[kLanes];      // [groups, rows]
+    alignas(64) float inverse[kLanes];
+};
+
+template <Storage kValues, std::size_t kRows>
+inline void multiply_groups(const LayerPages& layer, const Block& block, const HeadPage& at, Floats (*floors)[kRows],
+                            GroupProducts<kValues, kRows>& to) {
+    constexpr std::size_t kMost = GroupProducts<kValues, kRows>::kMost;
+    Ints most[(kMost + 3) / 4 * 4];
+    for (std::size_t i = to.num_groups * kRows; i < sizeof most / sizeof *most; ++i) most[i] = all_ints(0);
+    for (std::size_t g = 0; g < to.num_groups; ++g) {
+        const std::size_t group = to.first_group + g;
+        const PageSteps steps = page_steps<kValues>(at.bytes + layer.value_scales + group * kPageTiles * kLineBytes);
         for (std::size_t r = 0; r < kRows; ++r) {
-            if (sees_all(block, r, page)) {
-                code_row<kValues, true>(block, r, page, steps, group, floors[group][r], to);
+            const std::size_t i = g * kRows + r;
+            if (sees_all(block, r, to.page)) {
+                multiply_row<kValues, true>(block, r, to.page, steps, to.products[i], most[i], floors[group][r]);
             } else {
-                code_row<kValues, false>(block, r, page, steps, group, floors[group][r], to);
+                multiply_row<kValues, false>(block, r, to.page, steps, to.products[i], most[i], floors[group][r]);
             }
+        }
+    }
+    const Floats largest = floats_of_bits(max_lanes_unsigned(most));
+    const LaneMask is_nothing = less(largest, all_floats(kLeastProduct));
+    store(to.step, select(is_nothing, all_floats(0.0f), largest * all_floats(1.0f / kMostCode)));
+    store(to.inverse, select(is_nothing, all_floats(0.0f), all_floats(kMostCode) / largest));
+}
+
+template <Storage kValues, std::size_t kRows>
+inline void code_groups(const Block& block, const GroupProducts<kValues, kRows>& from, Floats (*floors)[kRows],
+                        WeightCodes& to) {
+    to.has_low = false;
+    for (std::size_t g = 0; g < from.num_groups; ++g) {
+        for (std::size_t r = 0; r < kRows; ++r) {
+            const std::size_t i = g * kRows + r;
+            to.step[g][r] = kValues == Storage::kInt4 ? from.step[i] * (1 / kCentredNibbleUnit) : from.step[i];
+            code_row<kValues>(block, r, from.page, from.products[i], from.step[i], from.inverse[i], g,
+                              floors[from.first_group + g][r], to);
         }
     }
 }

@@ -21,8 +21,8 @@ constexpr std::size_t value_lines(Storage values) { return kPageSlots / value_co
 
 // The products of kRows rows and kTiles tiles of quantised values, whose lines begin at `codes`, to `sums`.
 template <Storage kValues, bool kAsk, std::size_t kRows, std::size_t kTiles>
-inline void add_codes(const std::uint8_t* codes, const std::int32_t (*units)[WeightCodes::kWords],
-                      Ints (&sums)[kRows][kTiles], Ahead& ahead) {
+KVIST_ALWAYS_INLINE void add_codes(const std::uint8_t* codes, const std::int32_t (*units)[WeightCodes::kWords],
+                                   Ints (&sums)[kRows][kTiles], Ahead& ahead) {
     constexpr std::size_t kLines = value_lines(kValues);
 #pragma GCC unroll 1
     for (std::size_t line = 0; line < kLines; ++line) {
@@ -34,8 +34,8 @@ inline void add_codes(const std::uint8_t* codes, const std::int32_t (*units)[Wei
                 low[t] = signed_codes(from);
             } else {
                 const Ints nibbles = load_ints(from);
-                low[t] = low_nibbles(nibbles);
-                high[t] = high_nibbles(nibbles);
+                low[t] = low_centred_nibbles(nibbles);
+                high[t] = high_centred_nibbles(nibbles);
             }
         }
         if constexpr (kAsk) ask_beside<kTiles>(ahead, line);
@@ -60,15 +60,15 @@ inline void add_codes(const std::uint8_t* codes, const std::int32_t (*units)[Wei
 
 // kRows rows with kTiles tiles of quantised values, whose lines begin at `codes` and whose dims begin at `dim`.
 template <Storage kValues, std::size_t kRows, std::size_t kTiles>
-inline void mix_codes(const std::uint8_t* codes, const WeightCodes& weights, std::size_t group, float* const* mixed,
-                      std::size_t dim, LaneMask lanes, Ahead& ahead) {
+KVIST_ALWAYS_INLINE void mix_codes(const std::uint8_t* codes, const WeightCodes& weights, std::size_t place,
+                                   float* const* mixed, std::size_t dim, LaneMask lanes, Ahead& ahead) {
     Ints sums[kRows][kTiles];
 #pragma GCC unroll 8
     for (std::size_t r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
         for (std::size_t t = 0; t < kTiles; ++t) sums[r][t] = all_ints(0);
     }
-    add_codes<kValues, true>(codes, weights.units[group], sums, ahead);
+    add_codes<kValues, true>(codes, weights.units[place], sums, ahead);
     float factor = 1;
     if (kUnitsAreBytes && kValues == Storage::kInt8 && weights.has_low) {
         // The sums of rows without low bytes become 256 times as large, and stay as precise.
@@ -82,7 +82,7 @@ inline void mix_codes(const std::uint8_t* codes, const WeightCodes& weights, std
     }
 #pragma GCC unroll 8
     for (std::size_t r = 0; r < kRows; ++r) {
-        const Floats step = all_floats(weights.step[group][r] * factor);
+        const Floats step = all_floats(weights.step[place][r] * factor);
 #pragma GCC unroll 4
         for (std::size_t t = 0; t < kTiles; ++t) {
             float* to = mixed[r] + dim + t * kLanes;
@@ -174,10 +174,10 @@ constexpr std::size_t value_tiles_at_once() {
     return kValues == Storage::kInt4 || (kValues == Storage::kBf16 && kRows > 3) ? 2 : 4;
 }
 
-// The tiles of quantised values whose dims are in one group.
+// The tiles of quantised values whose dims are in one group, that of the weights' `place`.
 template <Storage kValues, std::size_t kRows>
 inline void mix_group(const LayerPages& layer, const std::uint8_t* codes, const Block& block,
-                      const WeightCodes& weights, std::size_t group, Ahead& ahead) {
+                      const WeightCodes& weights, std::size_t place, std::size_t group, Ahead& ahead) {
     constexpr std::size_t kTiles = value_tiles_at_once<kValues, kRows>();
     constexpr std::size_t kTileBytes = value_lines(kValues) * kLineBytes;
     const LaneMask all = lanes_between(0, kLanes);
@@ -186,18 +186,18 @@ inline void mix_group(const LayerPages& layer, const std::uint8_t* codes, const 
     // Tiles that the group shares with its neighbours count in its own lanes alone.
     const auto shared = [&](std::size_t until) {
         const std::size_t tile = dim / kLanes;
-        mix_codes<kValues, kRows, 1>(codes + tile * kTileBytes, weights, group, block.mixed, tile * kLanes,
+        mix_codes<kValues, kRows, 1>(codes + tile * kTileBytes, weights, place, block.mixed, tile * kLanes,
                                      lanes_between(dim % kLanes, until - tile * kLanes), ahead);
         dim = until;
     };
     const std::size_t next_tile = dim / kLanes * kLanes + kLanes;
     if (dim % kLanes != 0) shared(next_tile < stop ? next_tile : stop);
     for (; dim + kTiles * kLanes <= stop; dim += kTiles * kLanes) {
-        mix_codes<kValues, kRows, kTiles>(codes + dim / kLanes * kTileBytes, weights, group, block.mixed, dim, all,
+        mix_codes<kValues, kRows, kTiles>(codes + dim / kLanes * kTileBytes, weights, place, block.mixed, dim, all,
                                           ahead);
     }
     for (; dim + kLanes <= stop; dim += kLanes) {
-        mix_codes<kValues, kRows, 1>(codes + dim / kLanes * kTileBytes, weights, group, block.mixed, dim, all, ahead);
+        mix_codes<kValues, kRows, 1>(codes + dim / kLanes * kTileBytes, weights, place, block.mixed, dim, all, ahead);
     }
     if (dim < stop) shared(stop);
 }
@@ -212,11 +212,19 @@ void mix_split_codes(const LayerPages& layer, const Block& block, const HeadPage
         for (std::size_t r = 0; r < kRows; ++r) floors[group][r] = all_floats(0.0f);
     }
     WeightCodes weights;
+    GroupProducts<kValues, kRows> products;
     for (std::size_t page = first; page < stop; ++page) {
         ahead.read_values(page);
-        code_weights<kValues, kRows>(layer, block, pages[page], page, floors, weights);
-        for (std::size_t group = 0; group < groups; ++group) {
-            mix_group<kValues, kRows>(layer, pages[page].bytes + layer.value_codes, block, weights, group, ahead);
+        products.page = page;
+        for (std::size_t group = 0; group < groups; group += products.num_groups) {
+            products.first_group = group;
+            products.num_groups = groups - group < kGroupsAtOnce<kValues> ? groups - group : kGroupsAtOnce<kValues>;
+            multiply_groups<kValues, kRows>(layer, block, pages[page], floors, products);
+            code_groups<kValues, kRows>(block, products, floors, weights);
+            for (std::size_t g = 0; g < products.num_groups; ++g) {
+                mix_group<kValues, kRows>(layer, pages[page].bytes + layer.value_codes, block, weights, g, group + g,
+                                          ahead);
+            }
         }
     }
     if constexpr (kValues == Storage::kInt4) {
