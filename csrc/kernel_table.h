@@ -33,8 +33,8 @@ struct KernelTable {
     void (*append)(const AppendJob& job, float* scratch, int part, int parts);
     std::size_t (*append_scratch_floats)(std::size_t head_dim);
 
-    // A product with quantised weights: one part of each of two jobs, the second begun when all parts of the first are
-    // done.
+    // A product with weights: one part of each of two jobs, the second begun when all parts of the first are done. The
+    // first quantises rows, or widens them.
     void (*quantise_rows)(const LinearTask& task, int part, int parts);
     void (*multiply_rows)(const LinearTask& task, int part, int parts);
     LinearSizes (*linear_sizes)(const WeightMatrix& weight, std::size_t num_rows);

@@ -1,4 +1,4 @@
-// A decoder layer over the tokens of a step, for models with quantised weights.
+// A decoder layer over the tokens of a step, for models whose weights are quantised or in bf16.
 //
 //   h = norm(x)                    q, k, v = products of h, + bias; heads of q and k normed, if they are; turned by rope
 //   append k, v;  mixed = attention of q over the pages

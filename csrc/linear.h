@@ -1,4 +1,6 @@
-// Products with quantised weights: the bytes of a packed matrix, and what the kernels are told.
+// Products with weights: the bytes of a packed matrix, and what the kernels are told.
+//
+// A matrix of bf16 is what it is elsewhere, [N, K] row by row. What follows is of quantised weights.
 //
 // 16 rows of the matrix are a tile, one row to a lane of 4 bytes. A tile's bytes lie in the order in which a product over
 // all columns reads them, in lines of 64 bytes; src/kvist/kernels/weight_codec.py packs them and says what codes mean.
@@ -16,7 +18,7 @@
 
 namespace kvist {
 
-enum class Weights { kInt8, kInt4, kInt4Min };
+enum class Weights { kInt8, kInt4, kInt4Min, kBf16 };
 
 namespace {  // internal linkage: the kernels include this too, and must share nothing between instruction sets
 
@@ -44,6 +46,7 @@ constexpr WeightFormat kWeightFormats[] = {
     {"int8", 8, 128, false},
     {"int4", 4, 8, false},
     {"int4_min", 4, 0, true},
+    {"bf16", 16, 0, false},  // no codes and no tiles
 };
 
 constexpr const WeightFormat& format_of(Weights weights) { return kWeightFormats[static_cast<std::size_t>(weights)]; }
@@ -55,7 +58,7 @@ struct WeightMatrix {
     Weights format;
     std::size_t num_rows;
     std::size_t num_groups;    // of columns
-    const std::uint8_t* data;  // tiles, aligned to 64 bytes
+    const std::uint8_t* data;  // tiles, aligned to 64 bytes; or rows of bf16, aligned to 2
     bool fine_rows;            // whether rows that meet it are quantised twice: they, and what that left of them
 };
 
@@ -83,19 +86,19 @@ struct OutputRows {
     bool is_bf16;
 };
 
-// One product. Its quantised rows and its scratch have the sizes that `LinearSizes` says.
+// One product. Its rows, quantised or widened to fp32, and its scratch have the sizes that `LinearSizes` says.
 struct LinearTask {
     const WeightMatrix* weight;
     InputRows x;
     OutputRows out;
     std::size_t num_rows;   // T
-    std::uint8_t* rows;     // the quantised input, aligned to 64 bytes
+    std::uint8_t* rows;     // that input, aligned to 64 bytes
     std::uint8_t* scratch;  // for each part, aligned to 64 bytes; not needed for few rows
 };
 
 // Bytes, multiples of 64.
 struct LinearSizes {
-    std::size_t row;      // of a quantised row, in all its codings
+    std::size_t row;      // of such a row, in all its codings
     std::size_t scratch;  // of a part
 };
 

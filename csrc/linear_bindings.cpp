@@ -72,6 +72,16 @@ float half_to_float(std::uint16_t half) {
 // One row of the matrix as numbers. Each product and sum is rounded by itself, as in the twin.
 void decode_row(const WeightMatrix& weight, std::size_t row, float* to) {
     const WeightFormat& format = format_of(weight.format);
+    if (weight.format == Weights::kBf16) {
+        const std::size_t columns = weight.num_groups * kGroupColumns;
+        const std::uint8_t* from = weight.data + row * columns * sizeof(std::uint16_t);
+        for (std::size_t i = 0; i < columns; ++i, from += sizeof(std::uint16_t)) {
+            std::uint16_t half;
+            std::memcpy(&half, from, sizeof half);
+            to[i] = std::bit_cast<float>(static_cast<std::uint32_t>(half) << 16);
+        }
+        return;
+    }
     const std::size_t lane = row % kTileRows;
     const std::uint8_t* tile = weight.data + row / kTileRows * tile_bytes(weight);
     for (std::size_t group = 0; group < weight.num_groups; ++group, to += kGroupColumns) {
@@ -135,15 +145,20 @@ LinearWeight::LinearWeight(const std::string& format, std::int64_t num_rows, std
     });
     matrix_.num_rows = static_cast<std::size_t>(num_rows);
     matrix_.num_groups = static_cast<std::size_t>(num_columns) / kGroupColumns;
-    check_array("data", data_, 2, data_.dtype() == nb::dtype<std::uint8_t>(), "uint8");
-    check(data_.shape(0) == num_tiles(matrix_) && data_.shape(1) == tile_bytes(matrix_), [&] {
-        return "data must have the shape [" + std::to_string(num_tiles(matrix_)) + ", " +
-               std::to_string(tile_bytes(matrix_)) + "] for " + format + " weights of " + std::to_string(num_rows) +
-               " rows and " + std::to_string(num_columns) + " columns";
+    const bool plain = matrix_.format == Weights::kBf16;
+    const std::size_t rows = plain ? matrix_.num_rows : num_tiles(matrix_);
+    const std::size_t columns = plain ? static_cast<std::size_t>(num_columns) : tile_bytes(matrix_);
+    check_array("data", data_, 2, plain ? is_bf16(data_) : data_.dtype() == nb::dtype<std::uint8_t>(),
+                plain ? "bfloat16" : "uint8");
+    check(data_.shape(0) == rows && data_.shape(1) == columns, [&] {
+        return "data must have the shape [" + std::to_string(rows) + ", " + std::to_string(columns) + "] for " +
+               format + " weights of " + std::to_string(num_rows) + " rows and " + std::to_string(num_columns) +
+               " columns";
     });
-    check(data_.shape(0) < 2 || data_.stride(0) == static_cast<std::int64_t>(tile_bytes(matrix_)),
-          "data must be contiguous");
-    check(reinterpret_cast<std::uintptr_t>(data_.data()) % kTileLineBytes == 0, "data must be aligned to 64 bytes");
+    check(data_.shape(0) < 2 || data_.stride(0) == static_cast<std::int64_t>(columns), "data must be contiguous");
+    check(plain || reinterpret_cast<std::uintptr_t>(data_.data()) % kTileLineBytes == 0,
+          "data must be aligned to 64 bytes");
+    check(!plain || !fine_rows, "rows that meet bf16 weights are not quantised: they cannot be fine");
     matrix_.data = static_cast<const std::uint8_t*>(data_.data());
     bytes_ = extent(data_);
 }

@@ -1,4 +1,4 @@
-// Products with quantised weights, for Python.
+// Products with weights, for Python.
 #pragma once
 
 #include <cstdint>
@@ -9,10 +9,10 @@
 
 namespace kvist {
 
-// A packed matrix of Python. Keeps its bytes alive.
+// A matrix of Python. Keeps its bytes alive.
 class LinearWeight {
 public:
-    // data: [tiles, bytes of a tile] uint8, contiguous and aligned to 64 bytes.
+    // data: [tiles, bytes of a tile] uint8, contiguous and aligned to 64 bytes; or, for bf16, the matrix, contiguous.
     LinearWeight(const std::string& format, std::int64_t num_rows, std::int64_t num_columns, AnyArray data,
                  bool fine_rows);
     LinearWeight(const LinearWeight&) = delete;

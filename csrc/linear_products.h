@@ -1,5 +1,5 @@
-// Products of the same rows with some matrices: rows are quantised once for all matrices that take them alike, and threads start and
-// wait once for all products.
+// Products of the same rows with some matrices: rows are quantised or widened once for all matrices that take them alike,
+// and threads start and wait once for all products.
 #pragma once
 
 #include <cstddef>

@@ -101,6 +101,13 @@ inline Floats high_bf16(Ints a) { return floats_of_bits(a & all_ints(static_cast
 
 // --- lanes apart ---
 
+#if !defined(KVIST_ISA_GENERIC)
+inline float sum_of_four(__m128 four) {
+    four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
+}
+#endif
+
 #if defined(KVIST_ISA_AVX512)
 
 using LaneMask = __mmask16;
@@ -120,9 +127,29 @@ inline float max_lane(Floats a) { return _mm512_reduce_max_ps(a.part[0]); }
 inline std::uint32_t max_lane_unsigned(Ints a) { return _mm512_reduce_max_epu32(a.part[0]); }
 inline float sum_lanes(Floats a) {
     const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(a.part[0]), _mm512_extractf32x8_ps(a.part[0], 1));
-    __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
-    four = _mm_add_ps(four, _mm_movehl_ps(four, four));
-    return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
+    return sum_of_four(_mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1)));
+}
+
+// `sum_lanes` of each of four.
+inline void store_sums_of_lanes(float* to, Floats a, Floats b, Floats c, Floats d) {
+    const auto halves_added = [](Floats x, Floats y) {
+        return _mm512_add_ps(_mm512_shuffle_f32x4(x.part[0], y.part[0], 0x44),
+                             _mm512_shuffle_f32x4(x.part[0], y.part[0], 0xee));
+    };
+    const __m512 ab = halves_added(a, b), cd = halves_added(c, d);
+    __m512 four = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
+    four = _mm512_add_ps(four, _mm512_permute_ps(four, 0x0e));
+    four = _mm512_add_ps(four, _mm512_movehdup_ps(four));
+    const __m512i first = _mm512_setr_epi32(0, 4, 8, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0);
+    _mm_storeu_ps(to, _mm512_castps512_ps128(_mm512_permutexvar_ps(first, four)));
+}
+
+// Of 32 numbers the first, the third and so on, and the others.
+inline void load_alternate(const float* from, Floats& even, Floats& odd) {
+    const __m512 low = _mm512_loadu_ps(from), high = _mm512_loadu_ps(from + kLineLanes);
+    const __m512i first = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    even = {{_mm512_permutex2var_ps(low, first, high)}};
+    odd = {{_mm512_permutex2var_ps(low, _mm512_add_epi32(first, _mm512_set1_epi32(1)), high)}};
 }
 
 // Of four lines, in the first four lanes: they fold into one another, so that none waits for its own few lanes.
@@ -211,12 +238,33 @@ inline std::uint32_t max_lane_unsigned(Ints a) {
 inline float sum_lanes(Floats a) {
     FloatPart total = a.part[0];
     for (std::size_t i = 1; i < kParts; ++i) total = float_add(total, a.part[i]);
+#if defined(KVIST_ISA_AVX2)
+    return sum_of_four(_mm_add_ps(_mm256_castps256_ps128(total), _mm256_extractf128_ps(total, 1)));
+#elif defined(KVIST_ISA_BASELINE)
+    return sum_of_four(total);
+#else
     float lanes[kPartLanes];
     float_store(lanes, total);
     for (std::size_t half = kPartLanes / 2; half > 0; half /= 2) {
         for (std::size_t i = 0; i < half; ++i) lanes[i] += lanes[i + half];
     }
     return lanes[0];
+#endif
+}
+inline void store_sums_of_lanes(float* to, Floats a, Floats b, Floats c, Floats d) {
+    to[0] = sum_lanes(a);
+    to[1] = sum_lanes(b);
+    to[2] = sum_lanes(c);
+    to[3] = sum_lanes(d);
+}
+inline void load_alternate(const float* from, Floats& even, Floats& odd) {
+    float lanes[2][kLineLanes];
+    for (std::size_t i = 0; i < kLineLanes; ++i) {
+        lanes[0][i] = from[2 * i];
+        lanes[1][i] = from[2 * i + 1];
+    }
+    even = load_floats(lanes[0]);
+    odd = load_floats(lanes[1]);
 }
 
 template <std::size_t kLines>

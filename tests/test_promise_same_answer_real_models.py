@@ -49,8 +49,9 @@ def projected(model: LoadedModel, name: str, alice: str) -> Projected:
     sequence = cache.open()
     cache.reserve(sequence, NUM_TOKENS)
     view = cache.view([Span(sequence, NUM_TOKENS)])
+    inputs = StepInputs(token_ids, view.positions(), torch.empty(0, dtype=torch.int64), view)
     with torch.inference_mode():
-        model.decoder.hidden_states(StepInputs(token_ids, view.positions(), torch.empty(0, dtype=torch.int64), view))
+        model.decoder.hidden_states(inputs, plain_layers=True)
     for handle in handles:
         handle.remove()
     return found

@@ -1,10 +1,12 @@
-// Products with quantised weights: which rows meet which tiles, when, and on which thread.
+// Products with quantised weights: which rows meet which tiles, when, and on which thread. Weights of bf16 are no tiles:
+// linear_bf16.h has them.
 //
 // Few rows: each thread has some tiles, reads each once as it is stored, and meets it with all rows while it is in the
 // cache. Many rows: tiles are unpacked, a panel at a time, and blocks of rows stream over a panel that stays in the cache.
 #include "linear.h"
 
 #include "kernels/kernels.h"
+#include "kernels/linear_bf16.h"
 #include "kernels/linear_block.h"
 
 namespace kvist::KVIST_ISA {
@@ -25,15 +27,6 @@ bool are_few(const WeightMatrix& weight, std::size_t num_rows) { return num_rows
 std::size_t num_blocks(const WeightMatrix& weight, std::size_t num_rows) {
     const std::size_t most = (are_few(weight, num_rows) ? kFewRows : kPanelRows) / codings(weight);
     return (num_rows + most - 1) / most;
-}
-
-struct Range {
-    std::size_t begin, end;
-};
-
-Range share(std::size_t count, int part, int parts) {
-    const auto p = static_cast<std::size_t>(part), n = static_cast<std::size_t>(parts);
-    return {count * p / n, count * (p + 1) / n};
 }
 
 std::size_t row_bytes(const WeightMatrix& weight) {
@@ -97,10 +90,12 @@ void multiply_many(const LinearTask& task, int part, int parts) {
 }  // namespace
 
 LinearSizes linear_sizes(const WeightMatrix& weight, std::size_t num_rows) {
+    if (weight.format == Weights::kBf16) return {bf16_row_bytes(weight), 0};
     return {row_bytes(weight), are_few(weight, num_rows) ? 0 : panel_bytes(weight)};
 }
 
 void quantise_rows(const LinearTask& task, int part, int parts) {
+    if (task.weight->format == Weights::kBf16) return widen_rows(task, part, parts);
     const std::size_t blocks = num_blocks(*task.weight, task.num_rows), bytes = row_bytes(*task.weight);
     const Range share_of_blocks = share(blocks, part, parts);
     for (std::size_t b = share_of_blocks.begin; b < share_of_blocks.end; ++b) {
@@ -123,6 +118,8 @@ void multiply_rows(const LinearTask& task, int part, int parts) {
         case Weights::kInt4Min:
             return few ? multiply_few<Weights::kInt4Min>(task, part, parts)
                        : multiply_many<Weights::kInt4Min>(task, part, parts);
+        case Weights::kBf16:
+            return multiply_bf16(task, part, parts);
     }
 }
 

@@ -39,6 +39,16 @@ constexpr std::size_t group_row_bytes(bool in_words) {
     return group_words(in_words) * sizeof(std::int32_t) + sizeof(GroupTerms);
 }
 
+// What one of `parts` threads does of so much.
+struct Range {
+    std::size_t begin, end;
+};
+
+inline Range share(std::size_t count, int part, int parts) {
+    const auto p = static_cast<std::size_t>(part), n = static_cast<std::size_t>(parts);
+    return {count * p / n, count * (p + 1) / n};
+}
+
 struct RowBlock {
     std::size_t first, count;
 };

@@ -12,7 +12,7 @@ from kvist.kernels.linear import linear
 from kvist.kernels.weight_codec import pack, quantise
 
 SHAPE = MatrixShape(48, 64)
-ALL = ("int8", "int4", "int4_min")
+ALL = ("int8", "int4", "int4_min", "bf16")
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +41,7 @@ def test_every_format_stands_beside_those_of_pytorch() -> None:
         "int8": 48 * 2 * 34,
         "int4": 48 * 2 * 18,
         "int4_min": 48 * 2 * 20,
+        "bf16": 48 * 64 * 2,
         "PyTorch bf16": 48 * 64 * 2,
         "PyTorch _int_mm": 48 * 64,
     }
@@ -62,7 +63,8 @@ def test_a_product_that_pytorch_does_not_have_is_left_out(monkeypatch: pytest.Mo
 def test_what_is_timed_is_the_product_with_every_copy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[torch.Tensor] = []
     monkeypatch.setattr(products.native, "capsule", lambda x: given.append(x) or torch.to_dlpack(x))
-    weight = pack(quantise(torch.randn(48, 64, generator=torch.Generator().manual_seed(0)), name))
+    weights = torch.randn(48, 64, generator=torch.Generator().manual_seed(0))
+    weight = weights.bfloat16() if name == "bf16" else pack(quantise(weights, name))
     copies = products._num_copies(weight.data.nbytes)
     assert copies * weight.data.nbytes > 1 << 14
     timed = products._native(weight)(3)
@@ -71,7 +73,10 @@ def test_what_is_timed_is_the_product_with_every_copy(name: str, monkeypatch: py
         given.clear()
         assert timed([index]) > 0
         x, y = given
-        assert torch.equal(y, linear(x, weight))
+        if isinstance(weight, torch.Tensor):
+            torch.testing.assert_close(y, x @ weight.float().T)
+        else:
+            assert torch.equal(y, linear(x, weight))
         y.zero_()
 
 

@@ -19,9 +19,9 @@ from kvist.kv_format import LayerFormats
 from kvist.loading import LoadedModel, load
 
 
-@pytest.fixture(scope="module", params=["bf16", "int8"])
+@pytest.fixture(scope="module", params=["fp32", "int8"])
 def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedModel]:
-    """Plain weights, and packed ones."""
+    """Weights that PyTorch multiplies, and packed ones."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KVIST_CACHE", str(tmp_path_factory.mktemp("cache")))
         folder = write_tiny_directory(tmp_path_factory.mktemp("models") / "tiny", hf_state("llama"), config=hf_config())

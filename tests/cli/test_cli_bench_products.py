@@ -18,7 +18,7 @@ def test_there_is_a_table_for_each_shape(kvist):
     outcome = kvist("bench", "products", *SMALL)
     assert (outcome.code, outcome.err) == (0, "")
     title, *lines, facts = outcome.out.splitlines()
-    assert title == "products of rows with matrices of quantised weights, and PyTorch's"
+    assert title == "products of rows with matrices of weights, and PyTorch's"
     headings = [line for line in lines if line.startswith(("48x64", "32x32"))]
     columns = ["rows", "us", "to", "one", "GB/s", "bandwidth", "fraction", "Gop/s", "spread"]
     assert [heading.split() for heading in headings] == [["48x64", *columns], ["32x32", *columns]]
@@ -49,7 +49,6 @@ def test_a_picture_is_drawn(kvist, tmp_path):
         (["--rows", "0"], "rows is 0: it must be"),
         (["--rows", "1,1"], "is there twice"),
         (["--weights-format", "int5"], "int5"),
-        (["--weights-format", "bf16"], "bf16"),
         (["--threads", "0"], "threads is 0"),
         (["--plot", "a.gif"], "has no known ending"),
     ],

@@ -30,6 +30,8 @@ from kvist.loading import load
 from kvist.loading.gguf_blocks import dequantise
 from kvist.loading.gguf_checkpoint import GgufCheckpoint
 from kvist.loading.gguf_file import GgufFile
+from kvist.models.layers import DecoderLayer
+from kvist.models.matrices import WideEmbedding, WideLinear
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -65,13 +67,15 @@ def test_a_gguf_file_loads_like_the_directory_it_is_prepared_into(
     state = hf_state("qwen3", tied=False)
     model = load(str(write_tiny_gguf(tmp_path / "tiny.gguf", "qwen3", state)), weights_format)
     found = parameters(model.decoder)
-    assert all(torch.equal(found[name.removeprefix("model.")], value.to(dtype)) for name, value in state.items())
+    dtypes = {name: dtype if value.dim() == 2 else torch.float32 for name, value in state.items()}
+    assert all(torch.equal(found[name.removeprefix("model.")], state[name].to(dtypes[name])) for name in state)
+    assert all(found[name.removeprefix("model.")].dtype == dtypes[name] for name in state)
     assert len(found) == len(state)
     assert model.config.model_type == "qwen3"
     assert model.eos_token_ids == {END_OF_TEXT, IM_END}
     assert model.tokenizer.encode("abé") == [TOKENS.index("ab"), *model.tokenizer.encode("é")]
     assert (model.name, model.weights_format) == ("tiny", weights_format)
-    assert model.weights_bytes == sum(value.numel() * dtype.itemsize for value in state.values())
+    assert model.weights_bytes == sum(value.numel() * dtypes[name].itemsize for name, value in state.items())
 
 
 def test_a_gguf_models_quantised_blocks_stay_within_reach(tmp_path: Path) -> None:
@@ -92,7 +96,20 @@ def test_the_decoder_is_ready_to_run_and_wants_no_gradients(tmp_path: Path) -> N
     assert not model.decoder.training
     assert not any(parameter.requires_grad for parameter in model.decoder.parameters())
     assert not any(parameter.is_meta for parameter in model.decoder.parameters())
-    assert {parameter.dtype for parameter in model.decoder.parameters()} == {torch.bfloat16}
+    kinds = {(parameter.dim(), parameter.dtype) for parameter in model.decoder.parameters()}
+    assert kinds == {(2, torch.bfloat16), (1, torch.float32)}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma3"])
+def test_a_model_in_bf16_runs_natively(architecture: str, tied: bool, tmp_path: Path) -> None:
+    state = hf_state(architecture, tied=tied and architecture != "gemma3")
+    decoder = load(str(write_tiny_gguf(tmp_path / "tiny.gguf", architecture, state)), "bf16").decoder
+    layers = [module for module in decoder.modules() if isinstance(module, DecoderLayer)]
+    assert [layer.native is not None and layer.native.handle is not None for layer in layers] == [True] * len(layers)
+    output = decoder.embed_tokens if decoder.lm_head is None else decoder.lm_head
+    assert isinstance(output, WideEmbedding | WideLinear)
+    assert output.native is not None
 
 
 def test_names_without_the_models_prefix_and_a_repeated_embedding_are_fine(tmp_path: Path) -> None:

@@ -33,9 +33,9 @@ def config(model_type: str, **changes: object) -> ModelConfig:
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_every_parameter_is_counted_once(model_type: str, tied: bool) -> None:
     of = config(model_type, tie_word_embeddings=tied, use_sliding_window=True, sliding_window=7, max_window_layers=2)
-    numbers = sum(parameter.numel() for parameter in build_decoder(of).parameters())
-    assert weights_bytes(of, "bf16") == 2 * numbers
-    assert weights_bytes(of, "fp32") == 4 * numbers
+    shapes = [parameter.shape for parameter in build_decoder(of).parameters()]
+    assert weights_bytes(of, "bf16") == sum(shape.numel() * (2 if len(shape) == 2 else 4) for shape in shapes)
+    assert weights_bytes(of, "fp32") == sum(shape.numel() * 4 for shape in shapes)
 
 
 def test_no_memory_is_taken_and_no_time_where_a_file_claims_thousands_of_layers() -> None:
@@ -43,8 +43,8 @@ def test_no_memory_is_taken_and_no_time_where_a_file_claims_thousands_of_layers(
         "llama", hidden_size=2**20, intermediate_size=2**21, num_attention_heads=2**10, num_hidden_layers=9999
     )
     started_s = time.process_time()
-    layer = 2**20 * 2**20 * 2 + 2 * 2**20 * 2 * 2**10 + 3 * 2**20 * 2**21 + 2 * 2**20
-    assert weights_bytes(huge, "bf16") == 2 * (9999 * layer + 2 * 199 * 2**20 + 2**20)
+    layer, norms = 2**20 * 2**20 * 2 + 2 * 2**20 * 2 * 2**10 + 3 * 2**20 * 2**21, 2 * 2**20
+    assert weights_bytes(huge, "bf16") == 9999 * (2 * layer + 4 * norms) + 2 * 2 * 199 * 2**20 + 4 * 2**20
     assert time.process_time() - started_s < 1
 
 

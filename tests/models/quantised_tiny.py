@@ -1,4 +1,4 @@
-"""Tiny random models of every family with quantised weights, whose layers can run natively."""
+"""Tiny random models of every family with weights that are quantised or in bf16, whose layers can run natively."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvist.loading.key_calibration import calibrate
 from kvist.loading.progress import no_progress
 from kvist.models.decoder import Decoder
 from kvist.models.layers import OffsetRMSNorm, RMSNorm
-from kvist.models.matrices import QuantisedMatrix, TokenEmbedding, has_fine_rows, quantised_module
+from kvist.models.matrices import NativeMatrix, TokenEmbedding, has_fine_rows, quantised_module, wide_module
 from kvist.models.native_layer import use_native_layers
 from kvist.models.registry import build_decoder, decoder_config
 
@@ -57,7 +57,10 @@ QUANTISED_CONFIGS: dict[str, tuple[str, dict[str, object]]] = {
 
 
 def quantised_decoder(family: str, formats: Sequence[str] = ("int4_min", "int8")) -> Decoder:
-    """A model whose matrices have these formats, taken in turn, so that q, k and v differ."""
+    """A model whose matrices have these formats, taken in turn, so that q, k and v differ.
+
+    The table of token vectors is int8, or bf16 where that is the only format.
+    """
     model_type, changes = QUANTISED_CONFIGS[family]
     decoder = build_decoder(decoder_config({"model_type": model_type, **_SHAPE, **changes})).eval()
     decoder.requires_grad_(False)
@@ -72,11 +75,15 @@ def quantised_decoder(family: str, formats: Sequence[str] = ("int4_min", "int8")
     taken = cycle(formats)
     for name, module in list(decoder.named_modules()):
         if isinstance(module, nn.Linear | TokenEmbedding):
-            format = "int8" if isinstance(module, TokenEmbedding) else next(taken)
+            is_table = isinstance(module, TokenEmbedding) and set(formats) != {"bf16"}
+            format = "int8" if is_table else next(taken)
+            if format == "bf16":
+                module.weight = nn.Parameter(module.weight.bfloat16(), requires_grad=False)
+                decoder.set_submodule(name, wide_module(module))
+                continue
             weight = replace(pack(quantise(module.weight, format)), fine_rows=has_fine_rows(name))
-            parent, _, attribute = name.rpartition(".")
-            setattr(decoder.get_submodule(parent), attribute, quantised_module(module, weight))
-    assert all(isinstance(module, QuantisedMatrix) for module in decoder.modules() if hasattr(module, "packed"))
+            decoder.set_submodule(name, quantised_module(module, weight))
+    assert all(isinstance(module, NativeMatrix) for module in decoder.modules() if hasattr(module, "product"))
     use_native_layers(decoder)
     return decoder
 

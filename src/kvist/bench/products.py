@@ -1,4 +1,4 @@
-"""Products with quantised weights by themselves, on random values, beside those that PyTorch has."""
+"""Products with weights, quantised or in bf16, by themselves, on random values, beside those that PyTorch has."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvist.kernels.caches import last_level_cache_bytes
 from kvist.kernels.weight_codec import GROUP_COLUMNS, WEIGHT_FORMATS, QuantisedWeight, pack, quantise
 from kvist.memory import available_bytes, binary_size
 
-PRODUCT_FORMATS = tuple(WEIGHT_FORMATS)
+PRODUCT_FORMATS = (*WEIGHT_FORMATS, "bf16")
 PYTORCH_BF16, PYTORCH_INT8 = "PyTorch bf16", "PyTorch _int_mm"
 # The copies of a matrix are so many times as large as the caches, and no smaller than what the bandwidth is read from.
 _COPIES_PER_CACHE, _LEAST_COPIES_BYTES = 2, 1 << 28
@@ -152,8 +152,8 @@ def _matrices(shape: MatrixShape, formats: Sequence[str]) -> Mapping[str, tuple[
     """The bytes of a copy, and what multiplies so many rows with copies; None where PyTorch does not do it."""
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(shape.num_rows, shape.num_columns, generator=generator)
-    packed = [pack(quantise(weights, name)) for name in formats]
-    sizes = [weight.data.nbytes for weight in packed]
+    stored = {name: weights.bfloat16() if name == "bf16" else pack(quantise(weights, name)) for name in formats}
+    sizes = [weight.data.nbytes for weight in stored.values()]
     sizes += [weights.numel() * 2, weights.numel()]
     needed = sum(size * _num_copies(size) for size in sizes)
     if needed > (free := available_bytes()):
@@ -161,21 +161,26 @@ def _matrices(shape: MatrixShape, formats: Sequence[str]) -> Mapping[str, tuple[
             f"copies of {shape} that are larger than the caches take {binary_size(needed)}, and {binary_size(free)} "
             "are free: ask for fewer formats or smaller shapes"
         )
-    found = {weight.format: (weight.data.nbytes, _native(weight)) for weight in packed}
+    found = {name: (weight.data.nbytes, _native(weight)) for name, weight in stored.items()}
     found[PYTORCH_BF16] = sizes[-2], _pytorch(weights.bfloat16(), linear)
     codes = (weights * 40).clamp(-127, 127).to(torch.int8)
     found[PYTORCH_INT8] = sizes[-1], _pytorch(codes.T.contiguous(), torch._int_mm)
     return found
 
 
-def _native(weight: QuantisedWeight) -> _TimedFor:
+def _native(weight: QuantisedWeight | torch.Tensor) -> _TimedFor:
     # Copies in one tensor lie at multiples of 64 bytes, as tiles do.
     copies = weight.data.repeat(_num_copies(weight.data.nbytes), 1, 1)
-    handles = [native.linear_weight(replace(weight, data=data)) for data in copies]
+    if isinstance(weight, torch.Tensor):
+        num_rows, num_columns = weight.shape
+        handles = list(map(native.linear_weight, copies))
+    else:
+        num_rows, num_columns = weight.num_rows, weight.num_columns
+        handles = [native.linear_weight(replace(weight, data=data)) for data in copies]
     threads = torch.get_num_threads()
 
     def timed_for(rows: int) -> Callable[[Sequence[int]], float]:
-        x, y = _input(rows, weight.num_columns), torch.empty(rows, weight.num_rows)
+        x, y = _input(rows, num_columns), torch.empty(rows, num_rows)
 
         def timed(indices: Sequence[int]) -> float:
             # As a native layer calls it: no tensor passes through Python meanwhile.

@@ -1,4 +1,4 @@
-"""`kvist bench products`: products with quantised weights by themselves."""
+"""`kvist bench products`: products with weights by themselves."""
 
 from __future__ import annotations
 
@@ -32,14 +32,16 @@ def products(
     ] = "1,8,1024",
     weights_format: Annotated[
         str,
-        typer.Option(help="Formats with commas: int8, int4, int4_min (int4 with a minimum).", metavar="FORMAT,FORMAT"),
+        typer.Option(
+            help="Formats with commas: int8, int4, int4_min (int4 with a minimum), bf16.", metavar="FORMAT,FORMAT"
+        ),
     ] = "int8,int4",
     repetitions: bench_options.RepetitionsOption = 7,
     json: bench_options.JsonOption = None,
     plot: bench_options.PlotOption = None,
     threads: options.ThreadsOption = None,
 ) -> None:
-    """How fast rows meet quantised weights.
+    """How fast rows meet weights, quantised or in bf16.
 
     Beside them stand PyTorch's products in bf16 and int8. One row is bound by reading the weights, many by arithmetic.
     Weights and rows are random; the products of a run have copies of the matrix in turn, more of them than the
@@ -71,7 +73,7 @@ class ProductsReport(BenchReport):
 
     @property
     def title(self) -> str:
-        return "products of rows with matrices of quantised weights, and PyTorch's"
+        return "products of rows with matrices of weights, and PyTorch's"
 
     @property
     def is_steady(self) -> bool:

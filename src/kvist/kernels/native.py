@@ -108,16 +108,17 @@ class PageStep(Protocol):
 
 
 class LinearWeight(Protocol):
-    """A packed matrix for native products: made by `linear_weight`."""
+    """A matrix for native products: made by `linear_weight`."""
 
     def apply(self, x: object, out: object, *, num_threads: int) -> None:
-        """Write `x @ W.T` to `out`, with the bits of `linear.linear`.
+        """Write `x @ W.T` to `out`, with the bits of `linear.linear` where the weights are quantised.
 
-        A row of the result has the same bits whatever the other rows, the threads and the instruction set.
+        A row of the result has the same bits whatever the other rows and the threads; and whatever the instruction set
+        where the weights are quantised.
 
         Args:
             x: `[T, K]` bfloat16 or float32 with contiguous columns, a tensor or its DLPack capsule. A row with what is
-                no number, or infinite, gives NaN throughout.
+                no number, or infinite, spoils its own results alone; with quantised weights it gives NaN throughout.
             out: `[T, N]` bfloat16 or float32 with contiguous columns, of `x`'s dtype or the other; is overwritten.
             num_threads: how many threads may work.
 
@@ -156,7 +157,7 @@ class HiddenRows(Protocol):
 
 
 class DecoderLayer(Protocol):
-    """A decoder layer whose matrices are quantised: made by `decoder_layer`, run by `run_layers`."""
+    """A decoder layer whose matrices are quantised or in bf16: made by `decoder_layer`, run by `run_layers`."""
 
 
 LayerCall = tuple[DecoderLayer, PageStep, PageLayer, HiddenRows]
@@ -448,16 +449,24 @@ def capsule(x: torch.Tensor) -> object:
     return torch.to_dlpack(x.detach())  # type: ignore[attr-defined]  # it is public
 
 
-# --- products with quantised weights: csrc/linear.h -------------------------------------------------------------------
+# --- products with weights: csrc/linear.h -----------------------------------------------------------------------------
 
 
-def linear_weight(weight: QuantisedWeight) -> LinearWeight:
-    """A packed matrix for native products. It is made once with the layer; the bytes are kept, as `capsule` says.
+def linear_weight(weight: QuantisedWeight | torch.Tensor) -> LinearWeight:
+    """A matrix for native products. It is made once with the layer; the memory is kept, as `capsule` says.
+
+    Args:
+        weight: packed, or `[N, K]` bfloat16, whose products are made in fp32; `K` is a multiple of 32.
 
     Raises:
-        ValueError: the bytes are not contiguous, not on the CPU or not aligned to 64 bytes, or have another shape than
-            the format, rows and columns ask for.
+        ValueError: the memory is not contiguous, not on the CPU or, of a packed matrix, not aligned to 64 bytes, or it
+            has another shape than the format, rows and columns ask for.
     """
+    import torch
+
+    if isinstance(weight, torch.Tensor):
+        num_rows, num_columns = weight.shape
+        return _library().LinearWeight("bf16", num_rows, num_columns, capsule(weight), False)
     return _library().LinearWeight(
         weight.format, weight.num_rows, weight.num_columns, capsule(weight.data), weight.fine_rows
     )

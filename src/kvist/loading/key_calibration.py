@@ -27,7 +27,7 @@ from kvist.models.decoder import Decoder
 from kvist.models.step_inputs import StepInputs
 
 # Raise it whenever the same model and text would give other values.
-_RECIPE_VERSION = 2
+_RECIPE_VERSION = 3
 
 _WINDOW_TOKENS = 2048
 # A page's worth: fewer say too little about a model's keys.

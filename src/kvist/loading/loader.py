@@ -27,6 +27,7 @@ from kvist.loading.tokenizer import Tokenizer
 from kvist.loading.untrusted_file import FETCH_AGAIN, errors_about, read_json
 from kvist.loading.weights import assign_weights, fitting_decoder
 from kvist.loading.weights_plan import WEIGHT_DTYPES, stored_plan, unfitting, weights_plan
+from kvist.models.matrices import is_native
 from kvist.models.registry import decoder_config
 
 if TYPE_CHECKING:
@@ -69,8 +70,11 @@ class LoadedModel:
         differ = "the last bits of a token's logits depend on what is computed beside it"
         if self.weights_format == "fp32":
             return f"with fp32 weights {differ}"
-        plain = any(weight.dim() == 2 and weight.dtype == torch.bfloat16 for weight in self.decoder.parameters())
-        if plain and self.decoder.device.type == "cpu" and not bf16_rows_keep_their_bits():
+        in_pytorch = any(
+            weight.dim() == 2 and weight.dtype == torch.bfloat16 and not is_native(weight)
+            for weight in self.decoder.parameters()
+        )
+        if in_pytorch and self.decoder.device.type == "cpu" and not bf16_rows_keep_their_bits():
             return f"PyTorch's products in bf16 round a row otherwise among others on this machine: {differ}"
         return None
 

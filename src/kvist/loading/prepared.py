@@ -26,7 +26,7 @@ from kvist.loading.progress import Progress
 from kvist.loading.untrusted_file import read_json, require_gguf, write_json
 
 # Raise it whenever the same file would be prepared differently, its tokenizer included: older copies are then remade.
-LAYOUT_VERSION = 3
+LAYOUT_VERSION = 4
 
 _MANIFEST = "prepared.json"
 

@@ -75,14 +75,13 @@ def assign_weights(
             module_name, _, leaf = name.rpartition(".")
             setattr(decoder.get_submodule(module_name), leaf, nn.Parameter(tensor, requires_grad=False))
     # Other modules for matrices that are packed, or have fewer digits than the hidden states; biases are in place now.
-    in_float32 = any(kept.storage != "bf16" for kept in plan.values())
     for name, tensor in tensors.items():
         kept, module_name = plan[name], name.rpartition(".")[0]
         if kept.packed is not None:
             num_rows, num_columns = kept.shape
             weight = QuantisedWeight(kept.storage, num_rows, num_columns, tensor, has_fine_rows(module_name))
             decoder.set_submodule(module_name, quantised_module(decoder.get_submodule(module_name), weight))
-        elif kept.storage == "bf16" and in_float32:
+        elif kept.storage == "bf16":
             decoder.set_submodule(module_name, wide_module(decoder.get_submodule(module_name)))
     use_native_layers(decoder)
     return sum(tensor.nbytes for tensor in tensors.values())

@@ -83,8 +83,8 @@ def weights_plan(
 ) -> dict[str, KeptWeight]:
     """How each parameter of a decoder is kept.
 
-    `fp32` and `bf16` are for all weights. In the other formats vectors are fp32, and matrices are quantised, but for
-    those whose columns are no multiple of 32, which are bf16. `int4` is for the matrices of layers: the table of token
+    Vectors are fp32. Matrices are fp32, bf16 or quantised; where they are quantised, those whose columns are no
+    multiple of 32 are bf16. `int4` is for the matrices of layers: the table of token
     vectors and the output matrix are int8, since every logit hangs on them. `gguf` is what the file holds, matrix by
     matrix.
 
@@ -100,11 +100,9 @@ def weights_plan(
 
 
 def _storage(name: str, parameter: torch.Tensor, weights_format: str, block_type: str | None) -> str:
-    if weights_format in WEIGHT_DTYPES:
-        return weights_format
-    if parameter.dim() != 2:
+    if weights_format == "fp32" or parameter.dim() != 2:
         return "fp32"
-    if parameter.shape[1] % GROUP_COLUMNS:
+    if weights_format == "bf16" or parameter.shape[1] % GROUP_COLUMNS:
         return "bf16"
     nearest = None if block_type is None else _NEAREST[block_type]
     if weights_format == "gguf":

@@ -10,7 +10,7 @@ from torch import nn
 
 from kvist.kernels import linear, native
 from kvist.kernels.plain_linear import Linear, product
-from kvist.kernels.weight_codec import QuantisedWeight, decode_rows
+from kvist.kernels.weight_codec import GROUP_COLUMNS, QuantisedWeight, decode_rows
 
 
 class TokenEmbedding(nn.Embedding):
@@ -21,25 +21,105 @@ class TokenEmbedding(nn.Embedding):
         return product(hidden, self.weight)
 
 
-class WideLinear(Linear):
+class NativeMatrix(nn.Module):
+    """A matrix `[N, K]` that the native library multiplies with where it can, in the memory where it lies."""
+
+    # With the place that it was made of; it keeps that memory, so that nothing else comes to lie there.
+    _made: tuple[tuple[int, ...], native.LinearWeight] | None = None
+
+    @property
+    def native(self) -> native.LinearWeight | None:
+        """The matrix for the native library; None where that does not multiply with it."""
+        stored = self._stored()
+        if stored is None:
+            return None
+        place, made = (stored.data_ptr(), *stored.shape), self._made
+        if made is None or made[0] != place:
+            self._made = made = place, native.linear_weight(self._weight())
+        return made[1]
+
+    def _stored(self) -> torch.Tensor | None:
+        """The memory that the library reads; None where it cannot."""
+        raise NotImplementedError
+
+    def _weight(self) -> QuantisedWeight | torch.Tensor:
+        """The matrix in that memory."""
+        raise NotImplementedError
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        self._made = None
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call, no-any-return]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_made": None}
+
+
+def _native_product(handle: native.LinearWeight, x: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """`x @ W.T`, `[..., N]` in the dtype of `x` `[..., K]`, float32 or bfloat16."""
+    out = x.new_empty(*x.shape[:-1], num_rows)
+    rows = x.reshape(-1, x.shape[-1])
+    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+    handle.apply(native.capsule(rows), native.capsule(out.view(-1, num_rows)), num_threads=torch.get_num_threads())
+    return out
+
+
+class _WideMatrix(NativeMatrix):
+    """Weights in fewer digits than what is computed with them.
+
+    bf16 on the CPU meets the digits of the rows in the native library. What that has no product for is rounded to the
+    weights' dtype and multiplied by PyTorch: other dtypes and devices, and what wants gradients.
+    """
+
+    weight: torch.Tensor
+
+    def _stored(self) -> torch.Tensor | None:
+        return self.weight if is_native(self.weight) else None
+
+    def _weight(self) -> torch.Tensor:
+        return self.weight
+
+    def _wide_product(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        wants_gradients = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
+        handle = self.native if x.dtype in _ROW_DTYPES and not wants_gradients else None
+        if handle is None:
+            bias = None if bias is None else bias.to(self.weight.dtype)
+            return product(x.to(self.weight.dtype), self.weight, bias).to(x.dtype)
+        y = _native_product(handle, x, len(self.weight))
+        return y if bias is None else y.add_(bias)
+
+
+_ROW_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def is_native(weight: torch.Tensor) -> bool:
+    """Whether the native library multiplies with plain weights."""
+    return (
+        weight.device.type == "cpu"
+        and weight.dtype == torch.bfloat16
+        and weight.is_contiguous()
+        and weight.numel() > 0
+        and weight.shape[1] % GROUP_COLUMNS == 0
+    )
+
+
+class WideLinear(_WideMatrix, Linear):
     """A linear layer whose input and result have more digits than its weights."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        bias = None if self.bias is None else self.bias.to(self.weight.dtype)
-        return product(x.to(self.weight.dtype), self.weight, bias).to(x.dtype)
+        return self._wide_product(x, self.bias)
 
 
-class WideEmbedding(TokenEmbedding):
+class WideEmbedding(_WideMatrix, TokenEmbedding):
     """A table of token vectors in fewer digits than what is computed with them, float32."""
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         return super().forward(token_ids).float()
 
     def product(self, hidden: torch.Tensor) -> torch.Tensor:
-        return super().product(hidden.to(self.weight.dtype)).to(hidden.dtype)
+        return self._wide_product(hidden)
 
 
-class QuantisedMatrix(nn.Module):
+class QuantisedMatrix(NativeMatrix):
     """A packed matrix `[N, K]`: what products with it are made of, native where it lies on the CPU."""
 
     def __init__(self, weight: QuantisedWeight) -> None:
@@ -49,41 +129,24 @@ class QuantisedMatrix(nn.Module):
         # Not a parameter: it is no matrix of numbers, and no gradient reaches it.
         self.data: torch.Tensor
         self.register_buffer("data", weight.data, persistent=False)
-        # With the place of the bytes that it was made of; it keeps them, so that no others come to lie there.
-        self._made: tuple[int, native.LinearWeight] | None = None
 
     @property
     def packed(self) -> QuantisedWeight:
         """The matrix, wherever it lies now."""
         return QuantisedWeight(self.format, self.num_rows, self.num_columns, self.data, self.fine_rows)
 
-    @property
-    def native(self) -> native.LinearWeight | None:
-        """The matrix for the native library; None where it does not lie on the CPU."""
-        data = self.data
-        if data.device.type != "cpu":
-            return None
-        made = self._made
-        if made is None or made[0] != data.data_ptr():
-            self._made = made = data.data_ptr(), native.linear_weight(self.packed)
-        return made[1]
+    def _stored(self) -> torch.Tensor | None:
+        return self.data if self.data.device.type == "cpu" else None
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        self._made = None
-        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call, no-any-return]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_made": None}
+    def _weight(self) -> QuantisedWeight:
+        return self.packed
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """`x @ W.T`, `[T, N]` in the dtype of `x` `[T, K]`, float32 or bfloat16."""
         handle = self.native
         if handle is None:
             return linear.linear(x, self.packed)
-        out = x.new_empty(len(x), self.num_rows)
-        x = x if x.stride(-1) == 1 else x.contiguous()
-        handle.apply(native.capsule(x), native.capsule(out), num_threads=torch.get_num_threads())
-        return out
+        return _native_product(handle, x, self.num_rows)
 
 
 class QuantisedLinear(QuantisedMatrix):

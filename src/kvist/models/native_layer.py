@@ -1,4 +1,4 @@
-"""Decoder layers run by the native library, where their matrices are quantised."""
+"""Decoder layers run by the native library, where their matrices are quantised or in bf16."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from kvist.cache.cache_view import CacheView
 from kvist.kernels import native
 from kvist.models.layers import DecoderLayer, LayerParts, OffsetRMSNorm, RMSNorm
-from kvist.models.matrices import QuantisedLinear
+from kvist.models.matrices import QuantisedLinear, WideLinear
 
 Rope = tuple[torch.Tensor, torch.Tensor]
 
@@ -23,8 +23,9 @@ _MOST_ROWS = 256
 class LayerSteps:
     """Runs the layers of a decoder over the tokens of one step.
 
-    A layer runs natively where all its matrices are quantised, its norms and biases are float32, the library knows its
-    activation, and its pages and hidden states are on the CPU. Else its module runs, which is the native one's twin.
+    A layer runs natively where all its matrices are quantised or in bf16, its norms and biases are float32, the library
+    knows its activation, its pages and hidden states are on the CPU, and nothing wants gradients. Else its module runs,
+    which is the native one's twin.
 
     Args:
         cache: of the step.
@@ -38,6 +39,7 @@ class LayerSteps:
         cache.check_current()
         self._cache = cache
         self._plain = plain
+        self._records = torch.is_grad_enabled()
         self._pages = cache.native_layers()
         self._num_threads = torch.get_num_threads()
         self._made: list[tuple[torch.Tensor, Rope, native.HiddenRows | None]] = []
@@ -67,7 +69,8 @@ class LayerSteps:
     def _native_call(self, index: int, layer: nn.Module, x: torch.Tensor, rope: Rope) -> native.LayerCall | None:
         """What a layer needs to run natively; None where its module must run."""
         assert isinstance(layer, DecoderLayer)
-        if self._plain or (handle := _current(layer)) is None:
+        wants_gradients = self._records and any(parameter.requires_grad for parameter in layer.parameters())
+        if self._plain or wants_gradients or (handle := _current(layer)) is None:
             return None
         pages, rows = self._pages[index], self._rows(x, rope)
         return None if pages is None or rows is None else (handle, *pages, rows)
@@ -163,7 +166,7 @@ def _handle(parts: LayerParts) -> native.DecoderLayer | None:
     matrices = [
         (handle, module.bias)
         for module in modules
-        if isinstance(module, QuantisedLinear) and (handle := module.native) is not None
+        if isinstance(module, QuantisedLinear | WideLinear) and (handle := module.native) is not None
     ]
     norms = (
         parts.attention_input_norm, attention.q_norm, attention.k_norm, parts.attention_output_norm,
