@@ -152,7 +152,7 @@ inline void load_alternate(const float* from, Floats& even, Floats& odd) {
     odd = {{_mm512_permutex2var_ps(low, _mm512_add_epi32(first, _mm512_set1_epi32(1)), high)}};
 }
 
-// Of four lines, in the first four lanes: they fold into one another, so that none waits for its own few lanes.
+// Of four lines, in the first four lanes. They are folded together, which takes half as long as each by itself.
 inline __m128i max_lanes_of_four(const Ints* lines) {
     const auto folded = [](__m512i a, __m512i b) {
         return _mm512_max_epu32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
@@ -164,7 +164,7 @@ inline __m128i max_lanes_of_four(const Ints* lines) {
     const __m256i eight = _mm256_max_epu32(_mm512_castsi512_si256(sixteen), _mm512_extracti64x4_epi64(sixteen, 1));
     return _mm_max_epu32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
 }
-// Lane i is the largest of line i; those of which there is no line are zero.
+// Lane i is the largest of line i; lanes without a line are zero.
 template <std::size_t kLines>
 inline Ints max_lanes_unsigned(const Ints (&lines)[kLines]) {
     static_assert(kLines % 4 == 0 && kLines <= kLineLanes);
@@ -269,6 +269,7 @@ inline void load_alternate(const float* from, Floats& even, Floats& odd) {
 
 template <std::size_t kLines>
 inline Ints max_lanes_unsigned(const Ints (&lines)[kLines]) {
+    static_assert(kLines % 4 == 0 && kLines <= kLineLanes);
     std::uint32_t found[kLineLanes] = {};
     for (std::size_t i = 0; i < kLines; ++i) found[i] = max_lane_unsigned(lines[i]);
     return load_ints(found);
@@ -339,14 +340,13 @@ inline Codes low_nibbles(Ints line) { return {_mm512_and_si512(line.part[0], _mm
 inline Codes high_nibbles(Ints line) {
     return {_mm512_and_si512(_mm512_srli_epi16(line.part[0], 4), _mm512_set1_epi8(0x0f))};
 }
-// The same less `kCentredNibbleZero`, times `kCentredNibbleUnit`: a mask does it where they lie, without a subtraction.
-constexpr float kCentredNibbleUnit = 16;
-constexpr float kCentredNibbleZero = 8;
-inline Codes low_centred_nibbles(Ints line) {
+// What values make of them: 16 times the code less 8, in one step of bits and without a subtraction.
+constexpr bool kCentresNibbles = true;
+inline Codes low_value_nibbles(Ints line) {
     return {_mm512_ternarylogic_epi32(_mm512_slli_epi16(line.part[0], 4), _mm512_set1_epi8(-16),
                                       _mm512_set1_epi8(-128), 0x6a)};
 }
-inline Codes high_centred_nibbles(Ints line) {
+inline Codes high_value_nibbles(Ints line) {
     return {_mm512_ternarylogic_epi32(line.part[0], _mm512_set1_epi8(-16), _mm512_set1_epi8(-128), 0x6a)};
 }
 inline Unit load_unit(const std::int32_t* words) { return {_mm512_set1_epi32(*words)}; }
@@ -399,10 +399,9 @@ inline Codes signed_codes(const std::uint8_t* bytes) {
 }
 inline Codes low_nibbles(Ints line) { return unsigned_codes(line & all_ints(0x0f0f0f0f)); }
 inline Codes high_nibbles(Ints line) { return unsigned_codes(shift_right<4>(line) & all_ints(0x0f0f0f0f)); }
-constexpr float kCentredNibbleUnit = 1;
-constexpr float kCentredNibbleZero = 0;
-inline Codes low_centred_nibbles(Ints line) { return low_nibbles(line); }
-inline Codes high_centred_nibbles(Ints line) { return high_nibbles(line); }
+constexpr bool kCentresNibbles = false;
+inline Codes low_value_nibbles(Ints line) { return low_nibbles(line); }
+inline Codes high_value_nibbles(Ints line) { return high_nibbles(line); }
 inline Unit load_unit(const std::int32_t* words) { return {int_all(words[0]), int_all(words[1])}; }
 
 inline void add_products_of_unsigned(Ints& sum, Codes line, Unit unit) {

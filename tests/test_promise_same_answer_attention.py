@@ -43,6 +43,9 @@ CASES = [
     *(Case(SMOLLM2, kv_format) for kv_format in FORMATS),
     *(Case(shape, FORMATS[0]) for shape in (GEMMA, Shape(4, 4, 80), Shape(4, 2, 96), Shape(8, 1, 128), Shape(4, 2, 8))),
     Case(GEMMA, FORMATS[-1]),
+    # Odd and even numbers of groups, and queries of fewer bits.
+    *(Case(shape, KVFormat("int4", "int4")) for shape in (Shape(4, 2, 96), Shape(8, 1, 128))),
+    Case(Shape(6, 1, 520), KVFormat("int8", "int8")),
     Case(SMOLLM2, KVFormat("int8", "int4"), native=False),
     Case(Shape(4, 1, 16), KVFormat("bf16", "bf16"), native=False),
 ]

@@ -11,20 +11,27 @@ namespace kvist::KVIST_ISA {
 namespace {
 
 constexpr std::size_t kMostGroups = kMostHeadDim / kStorageFormats[3].least_group_dims;
-// From which the codes of int4 values are counted, so that what weights lose by rounding counts less.
-constexpr float kMiddleCode = kCentredNibbleZero == 0 ? 7.5f : kCentredNibbleZero;
+// From which codes of int4 values are counted, so that what weights lose by rounding counts less: by how they are
+// unpacked, or with a sum of the weights' codes.
+constexpr float kMiddleCode = kCentresNibbles ? 8.0f : 7.5f;
+// What a unit of unpacked codes is, in codes.
+constexpr float kNibbleUnit = kCentresNibbles ? 1.0f / 16 : 1.0f;
 // Smaller products stand for zeros. What a code stands for, and a 256th of it, are then no denormals.
 constexpr float kLeastProduct = 0x1p-100f;
 
-// Groups whose weights are coded together.
+// Groups of a page whose weights are coded together, so that what is slow about one is done while another goes on.
 constexpr std::size_t kMostGroupsAtOnce = 2;
+template <Storage kValues>
+constexpr std::size_t kGroupsAtOnce = kValues == Storage::kInt4 ? kMostGroupsAtOnce : 1;
 
 // The weights of a block on one page, for some groups of dims.
 struct WeightCodes {
     static constexpr std::size_t kWords = kPageSlots / 4 * kUnitWords;
 
     alignas(64) std::int32_t units[kMostGroupsAtOnce][kMostRows][kWords];
-    // Of int8 values, the low bytes of codes that are two units; there if `has_low` says so of some row.
+    // Of int8 values, which have one group, the low bytes of codes that are two units; there if `has_low` says so of
+    // some row.
+    static_assert(kGroupsAtOnce<Storage::kInt8> == 1);
     alignas(64) std::int32_t low[kMostRows][kWords];
     bool has_low;
     float step[kMostGroupsAtOnce][kMostRows];  // what a unit stands for
@@ -74,12 +81,16 @@ inline void store_zeros(std::int32_t* words, std::size_t count) {
     for (std::size_t i = 0; i < count; i += kLanes) store(words + i, all_ints(0));
 }
 
-// Row r's weights of one page times the steps of one group; the largest of them by lanes. `floors` gathers what the
-// middles add.
+inline const float* page_weights(const Block& block, std::size_t r, std::size_t page) {
+    return block.scores + r * kSplitSlots + page * kPageSlots;
+}
+
+// Row r's weights of one page times the steps of one group; `most` is the largest in each lane, and `floors` gathers
+// what the middles add.
 template <Storage kValues, bool kSeesAll>
 KVIST_ALWAYS_INLINE void multiply_row(const Block& block, std::size_t r, std::size_t page, const PageSteps& steps,
                                       Floats (&products)[kPageTiles], Ints& most, [[maybe_unused]] Floats& floors) {
-    const float* weights = block.scores + r * kSplitSlots + page * kPageSlots;
+    const float* weights = page_weights(block, r, page);
     Ints greatest = all_ints(0);
     Floats floor = floors;
 #pragma GCC unroll 4
@@ -104,14 +115,14 @@ KVIST_ALWAYS_INLINE void multiply_row(const Block& block, std::size_t r, std::si
 
 // Whether one slot of the page has a large share of the row's weights in the split.
 inline bool has_large_share(const Block& block, std::size_t r, std::size_t page) {
-    const float* weights = block.scores + r * kSplitSlots + page * kPageSlots;
+    const float* weights = page_weights(block, r, page);
     Floats greatest = load_floats(weights);
 #pragma GCC unroll 4
     for (std::size_t i = 1; i < kPageTiles; ++i) greatest = max(load_floats(weights + i * kLanes), greatest);
     return is_less_anywhere(all_floats(kLargeShare * block.gathered[r]->total), greatest);
 }
 
-// Products as codes, of which one stands for `step`, and `inverse` of which are 1.
+// A row's products as codes: one code stands for `step`, and `inverse` is 1 / `step`.
 template <Storage kValues>
 KVIST_ALWAYS_INLINE void code_row(const Block& block, std::size_t r, std::size_t page,
                                   const Floats (&products)[kPageTiles], [[maybe_unused]] float step, float inverse,
@@ -136,44 +147,41 @@ KVIST_ALWAYS_INLINE void code_row(const Block& block, std::size_t r, std::size_t
     }
 #pragma GCC unroll 4
     for (std::size_t i = 0; i < kPageTiles; ++i) codes[i] = rounded(products[i] * all_floats(inverse));
-    if constexpr (kValues == Storage::kInt4 && kCentredNibbleZero == 0) {
+    if constexpr (kValues == Storage::kInt4 && !kCentresNibbles) {
         const Ints sum = (codes[0] + codes[1]) + (codes[2] + codes[3]);
         floors = fma(to_floats(sum), all_floats(-kMiddleCode * step), floors);
     }
     store_unsigned_units(to.units[group][r], codes);
 }
 
-// Groups of a page whose weights are coded together, so that none waits for the long way from products to codes. A
-// line has a lane for each row of each.
-template <Storage kValues>
-constexpr std::size_t kGroupsAtOnce = kValues == Storage::kInt4 ? kMostGroupsAtOnce : 1;
-
-// The weights of kRows rows on one page times the steps of some groups, and what their codes will stand for.
+// The weights of kRows rows on one page times the steps of some groups, and what a code of each will stand for.
 template <Storage kValues, std::size_t kRows>
 struct GroupProducts {
     static constexpr std::size_t kMost = kGroupsAtOnce<kValues> * kRows;
 
-    std::size_t page, first_group, num_groups;
-    Floats products[kMost][kPageTiles];  // [groups, rows]
-    alignas(64) float step[kLanes];      // [groups, rows]
+    // [groups, rows]
+    Floats products[kMost][kPageTiles];
+    alignas(64) float step[kLanes];
     alignas(64) float inverse[kLanes];
+    static_assert(kMost <= kLanes);
 };
 
 template <Storage kValues, std::size_t kRows>
-inline void multiply_groups(const LayerPages& layer, const Block& block, const HeadPage& at, Floats (*floors)[kRows],
+inline void multiply_groups(const LayerPages& layer, const Block& block, const HeadPage& at, std::size_t page,
+                            std::size_t first_group, std::size_t num_groups, Floats (*floors)[kRows],
                             GroupProducts<kValues, kRows>& to) {
     constexpr std::size_t kMost = GroupProducts<kValues, kRows>::kMost;
     Ints most[(kMost + 3) / 4 * 4];
-    for (std::size_t i = to.num_groups * kRows; i < sizeof most / sizeof *most; ++i) most[i] = all_ints(0);
-    for (std::size_t g = 0; g < to.num_groups; ++g) {
-        const std::size_t group = to.first_group + g;
+    for (std::size_t i = num_groups * kRows; i < sizeof most / sizeof *most; ++i) most[i] = all_ints(0);
+    for (std::size_t g = 0; g < num_groups; ++g) {
+        const std::size_t group = first_group + g;
         const PageSteps steps = page_steps<kValues>(at.bytes + layer.value_scales + group * kPageTiles * kLineBytes);
         for (std::size_t r = 0; r < kRows; ++r) {
             const std::size_t i = g * kRows + r;
-            if (sees_all(block, r, to.page)) {
-                multiply_row<kValues, true>(block, r, to.page, steps, to.products[i], most[i], floors[group][r]);
+            if (sees_all(block, r, page)) {
+                multiply_row<kValues, true>(block, r, page, steps, to.products[i], most[i], floors[group][r]);
             } else {
-                multiply_row<kValues, false>(block, r, to.page, steps, to.products[i], most[i], floors[group][r]);
+                multiply_row<kValues, false>(block, r, page, steps, to.products[i], most[i], floors[group][r]);
             }
         }
     }
@@ -184,15 +192,15 @@ inline void multiply_groups(const LayerPages& layer, const Block& block, const H
 }
 
 template <Storage kValues, std::size_t kRows>
-inline void code_groups(const Block& block, const GroupProducts<kValues, kRows>& from, Floats (*floors)[kRows],
-                        WeightCodes& to) {
+inline void code_groups(const Block& block, std::size_t page, std::size_t first_group, std::size_t num_groups,
+                        const GroupProducts<kValues, kRows>& from, Floats (*floors)[kRows], WeightCodes& to) {
     to.has_low = false;
-    for (std::size_t g = 0; g < from.num_groups; ++g) {
+    for (std::size_t g = 0; g < num_groups; ++g) {
         for (std::size_t r = 0; r < kRows; ++r) {
             const std::size_t i = g * kRows + r;
-            to.step[g][r] = kValues == Storage::kInt4 ? from.step[i] * (1 / kCentredNibbleUnit) : from.step[i];
-            code_row<kValues>(block, r, from.page, from.products[i], from.step[i], from.inverse[i], g,
-                              floors[from.first_group + g][r], to);
+            to.step[g][r] = kValues == Storage::kInt4 ? from.step[i] * kNibbleUnit : from.step[i];
+            code_row<kValues>(block, r, page, from.products[i], from.step[i], from.inverse[i], g,
+                              floors[first_group + g][r], to);
         }
     }
 }

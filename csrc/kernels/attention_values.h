@@ -34,8 +34,8 @@ KVIST_ALWAYS_INLINE void add_codes(const std::uint8_t* codes, const std::int32_t
                 low[t] = signed_codes(from);
             } else {
                 const Ints nibbles = load_ints(from);
-                low[t] = low_centred_nibbles(nibbles);
-                high[t] = high_centred_nibbles(nibbles);
+                low[t] = low_value_nibbles(nibbles);
+                high[t] = high_value_nibbles(nibbles);
             }
         }
         if constexpr (kAsk) ask_beside<kTiles>(ahead, line);
@@ -215,13 +215,12 @@ void mix_split_codes(const LayerPages& layer, const Block& block, const HeadPage
     GroupProducts<kValues, kRows> products;
     for (std::size_t page = first; page < stop; ++page) {
         ahead.read_values(page);
-        products.page = page;
-        for (std::size_t group = 0; group < groups; group += products.num_groups) {
-            products.first_group = group;
-            products.num_groups = groups - group < kGroupsAtOnce<kValues> ? groups - group : kGroupsAtOnce<kValues>;
-            multiply_groups<kValues, kRows>(layer, block, pages[page], floors, products);
-            code_groups<kValues, kRows>(block, products, floors, weights);
-            for (std::size_t g = 0; g < products.num_groups; ++g) {
+        for (std::size_t group = 0; group < groups; group += kGroupsAtOnce<kValues>) {
+            const std::size_t left = groups - group;
+            const std::size_t count = left < kGroupsAtOnce<kValues> ? left : kGroupsAtOnce<kValues>;
+            multiply_groups<kValues, kRows>(layer, block, pages[page], page, group, count, floors, products);
+            code_groups<kValues, kRows>(block, page, group, count, products, floors, weights);
+            for (std::size_t g = 0; g < count; ++g) {
                 mix_group<kValues, kRows>(layer, pages[page].bytes + layer.value_codes, block, weights, g, group + g,
                                           ahead);
             }

@@ -302,6 +302,31 @@ def test_keys_may_have_statics_or_not(kv_format: KVFormat, statics: bool) -> Non
     assert pool.is_near(given, expected)
 
 
+@pytest.mark.parametrize("shape", [Shape(6, 1, 520), Shape(2, 1, 1024)], ids=str)
+@pytest.mark.parametrize("kv_format", SAME, ids=str)
+def test_heads_may_be_deep(shape: Shape, kv_format: KVFormat) -> None:
+    """Sums of so many products fit into 32 bits with queries of fewer."""
+    spans = [(0, SPLIT + 5, 1), (1, 0, 20)]
+    pool = Pool(shape, kv_format, [SPLIT + 6, 20, 1])
+    q = queries(shape, 21)
+    assert pool.is_near(pool.attend(q, spans), pool.expected(q, spans))
+
+
+@pytest.mark.parametrize("factor", [0.0, 1e-37, 1e-33, 1e-30, 1e30])
+@pytest.mark.parametrize("kv_format", SAME[2:], ids=str)
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[4]], ids=str)
+def test_values_of_any_size_are_mixed(shape: Shape, kv_format: KVFormat, factor: float) -> None:
+    length = SPLIT + 6
+    pool = Pool(shape, kv_format, [length, 1, 1])
+    k, v = (random(length, shape.num_kv_heads, shape.head_dim, seed=i) for i in (0, 1))
+    pool.write(pool.tables[0], 0, k, v * factor)
+    q = queries(shape, 1)
+    given, expected = (f(q, [(0, length - 1, 1)]) for f in (pool.attend, pool.expected))
+    # Products of weights and steps below 2^-100 count as nothing.
+    assert float((given - expected).abs().max()) < 0.1 * factor + (2e-29 if factor < 1e-25 else 0)
+    assert factor < 1e-25 or pool.is_near(given, expected)
+
+
 # --- the same bits ----------------------------------------------------------------------------------------------------
 
 

@@ -95,9 +95,10 @@ class FilledCache:
         # The page that forks write to next is promised to each of them, beside the one that they share.
         needed = shape.batch * plan.bytes_for(shape.context + 1) + (plan.least_bytes if shares else 0)
         rows = max(min(_MAX_STEP_TOKENS, shape.context), shape.batch)
-        # While they are made, in float32; queries, keys and values.
-        heads = shape.num_heads + 2 * shape.num_kv_heads
-        taken = needed + rows * heads * shape.head_dim * (torch.float32.itemsize + dtype.itemsize)
+        # Queries, keys and values, with the float32 numbers of which they are made, and what comes of all layers.
+        heads = (shape.num_heads + 2 * shape.num_kv_heads) * (torch.float32.itemsize + dtype.itemsize)
+        heads += shape.layers * shape.num_heads * dtype.itemsize
+        taken = needed + rows * heads * shape.head_dim
         if taken > available_bytes():
             raise CacheFullError(
                 f"{shape.batch} sequences of {shape.context:,} tokens and their queries take {taken:,} bytes in "
@@ -132,7 +133,7 @@ class FilledCache:
         return view
 
     def decode(self) -> Measured:
-        """One token of each sequence attends, in every layer: the last one, again."""
+        """One token of each sequence attends, in every layer: the last one, which is appended again before."""
         for sequence in self._sequences:
             self._cache.rewind(sequence, self._shape.context - 1)
         return Measured(self._attend([Span(sequence, 1) for sequence in self._sequences]))
@@ -147,7 +148,7 @@ class FilledCache:
         return Measured(seconds)
 
     def _attend(self, spans: list[Span]) -> float:
-        """The seconds of attention alone, of a step whose tokens are appended before.
+        """The seconds of attention alone, of a step whose tokens are appended first: pages that were rewound hold none.
 
         It is called as a native decoder layer calls it: what a step prepares for all its layers is prepared, and no
         tensor passes through Python. A step's view is committed, so that the tokens count.
