@@ -48,9 +48,9 @@ def attention(
     """How fast attention reads the cache, by format.
 
     Beside it stands the read bandwidth of the moment. Keys, values and queries are random, the same in every layer,
-    which has memory of its own. Where all of it fits into the processor's caches, a line says so: take more --context, --layers or
-    --batch. Formats are timed in turn; a repetition counts only where the read bandwidth before and after it is the
-    same within 10 %.
+    which has memory of its own. Where all of it fits into the processor's caches, a line says so: take more --context,
+    --layers or --batch. Formats are timed in turn; a repetition counts only where the read bandwidth before and after
+    it is the same within 10 %.
     """
     formats = bench_options.formats(kv_format)
     if threads is not None:
