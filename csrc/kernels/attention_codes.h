@@ -37,8 +37,25 @@ struct WeightCodes {
     float step[kMostGroupsAtOnce][kMostRows];  // what a unit stands for
 };
 
-// The largest code, in units that take two bytes or one.
-constexpr std::int32_t kMostCode = kUnitsAreBytes ? 255 : 255 * 128;
+// What the largest product is, in codes of one byte or two: half a code less than the largest there is, see `Rounding`.
+constexpr float kMostCode = kUnitsAreBytes ? 254.5f : 255 * 128;
+
+// What is added to products before they are rounded to codes, less than half a code up or down, by slot. Of equal
+// products some are then rounded up and others down, so that their sum stays, and what is small beside one large
+// product is not lost as a whole. Zero stays zero. Any few slots in a row have numbers that lie evenly: the bits of the
+// slot in reverse.
+struct Rounding {
+    alignas(64) float added[kPageSlots];
+
+    constexpr Rounding() : added() {
+        for (std::size_t slot = 0; slot < kPageSlots; ++slot) {
+            std::size_t reversed = 0;
+            for (std::size_t bit = 1; bit < kPageSlots; bit *= 2) reversed = 2 * reversed + (slot & bit ? 1 : 0);
+            added[slot] = (static_cast<float>(reversed) + 0.5f) / kPageSlots - 0.5f;
+        }
+    }
+};
+constexpr Rounding kRounding;
 
 // In units of bytes: where one slot has as large a share of a row's weights in a split, the codes of its page have two
 // bytes. What is lost by rounding them to one is of the order of the largest, and only many of the kind make it small
@@ -146,7 +163,9 @@ KVIST_ALWAYS_INLINE void code_row(const Block& block, std::size_t r, std::size_t
         store_zeros(to.low[r], WeightCodes::kWords);
     }
 #pragma GCC unroll 4
-    for (std::size_t i = 0; i < kPageTiles; ++i) codes[i] = rounded(products[i] * all_floats(inverse));
+    for (std::size_t i = 0; i < kPageTiles; ++i) {
+        codes[i] = rounded(fma(products[i], all_floats(inverse), load_floats(kRounding.added + i * kLanes)));
+    }
     if constexpr (kValues == Storage::kInt4 && !kCentresNibbles) {
         const Ints sum = (codes[0] + codes[1]) + (codes[2] + codes[3]);
         floors = fma(to_floats(sum), all_floats(-kMiddleCode * step), floors);

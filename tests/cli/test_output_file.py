@@ -112,3 +112,21 @@ def test_who_may_read_it_stays_as_it_was(tmp_path):
         file.write(lambda aside: aside.write_text("new"))
     assert path.read_text() == "new"
     assert path.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.skipif(not Path("/dev/fd").exists(), reason="this system has no /dev/fd")
+def test_a_pipe_without_a_name_is_written_to() -> None:
+    reader, writer = os.pipe()
+    with output_file("--json", Path(f"/dev/fd/{writer}")) as file:
+        assert file is not None
+        file.write(lambda path: path.write_text("{}"))
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        assert pipe.read() == "{}"
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="this system has no /proc")
+def test_a_folder_that_takes_no_files_is_said_to_be_there() -> None:
+    with pytest.raises(OptionError, match="No such file") as caught, output_file("--json", Path("/proc/x.json")):
+        pass
+    assert "no folder" not in str(caught.value)

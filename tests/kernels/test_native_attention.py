@@ -28,12 +28,12 @@ from kvist.kv_format import KV_FORMATS, KVFormat
 PAIRS = [KVFormat(keys, values) for keys, values in itertools.product(KV_FORMATS, repeat=2)]
 SAME = [KVFormat(name, name) for name in KV_FORMATS]
 
-# The root mean square of what a result may be off, over that of the result; each a little more than was measured. Keys:
-# codes of queries have two bytes for int8 and one for int4.
+# The root mean square of what a result may be off, over that of the result: no more than four times what was measured.
+# Keys: codes of queries have two bytes for int8 and one for int4.
 KEY_TOLERANCES = {"fp32": 1e-6, "bf16": 1e-6, "int8": 2e-4, "int4": 0.04}
 # Values: codes of weights have one byte with AVX-512 and two elsewhere.
 VALUE_TOLERANCES = {"fp32": 1e-6, "bf16": 1e-6, "int8": 2e-4, "int4": 2e-4}
-AVX512_VALUE_TOLERANCES = VALUE_TOLERANCES | {"int8": 8e-3, "int4": 8e-3}
+AVX512_VALUE_TOLERANCES = VALUE_TOLERANCES | {"int8": 8e-3, "int4": 0.012}
 # A result that is rounded to bf16.
 BF16_TOLERANCE = 2e-3
 # The largest number that a result may be off, in the same units.
@@ -325,6 +325,26 @@ def test_values_of_any_size_are_mixed(shape: Shape, kv_format: KVFormat, factor:
     # Products of weights and steps below 2^-100 count as nothing.
     assert float((given - expected).abs().max()) < 0.1 * factor + (2e-29 if factor < 1e-25 else 0)
     assert factor < 1e-25 or pool.is_near(given, expected)
+
+
+@pytest.mark.parametrize("kv_format", [KVFormat("fp32", "int8"), KVFormat("fp32", "int4")], ids=str)
+@pytest.mark.parametrize(
+    ("heavy", "large"), [(2.0, 1.0), (5.0, 1.0), (6.27, 1.0), (0.0, 10.0), (0.0, 100.0), (0.0, 530.0)]
+)
+@pytest.mark.parametrize("length", [PAGE_SLOTS, SPLIT])
+def test_what_is_small_beside_one_slot_is_not_lost_as_a_whole(
+    kv_format: KVFormat, heavy: float, large: float, length: int
+) -> None:
+    """One slot has a heavy weight or a large value, all others have the same: rounded alike, they would vanish."""
+    pool = Pool(Shape(1, 1, 64), kv_format, [length, 1, 1])
+    k, v = torch.zeros(length, 1, 64), random(1, 1, 64).expand(length, 1, 64).clone()
+    k[3, 0, 0] = heavy
+    v[3] = random(1, 64, seed=5) * large
+    pool.write(pool.tables[0], 0, k, v)
+    q = torch.zeros(1, 1, 64)
+    q[0, 0, 0] = 64**0.5
+    given, expected = (f(q, [(0, length - 1, 1)]) for f in (pool.attend, pool.expected))
+    assert rms(given - expected) < 0.004 * rms(expected)
 
 
 # --- the same bits ----------------------------------------------------------------------------------------------------

@@ -141,6 +141,18 @@ def test_end_tokens_come_from_the_generation_config_or_the_tokenizer(tmp_path: P
     assert load(str(directory)).eos_token_ids == {1, 2}
 
 
+@pytest.mark.parametrize("weights_format", ["bf16", "int8"])
+def test_loading_brings_in_no_decompositions(weights_format: str, tmp_path: Path) -> None:
+    """PyTorch imports them to draw random values on the meta device, for a second and 57 MB."""
+    write_tiny_directory(tmp_path)
+    program = (
+        "import sys; from kvist.loading.loader import load; "
+        f"load({str(tmp_path)!r}, {weights_format!r}); print('sympy' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
 def test_listing_and_pulling_need_no_torch() -> None:
     program = "import sys, kvist.loading.pull, kvist.loading.prepared; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -54,6 +54,8 @@ def output_file(option: str, path: Path | None) -> Iterator[OutputFile | None]:
         yield None
         return
     target = path.resolve()  # a link stays one
+    if not target.exists() and path.exists():  # a pipe of the shell's, which has no name of its own
+        target = path
     try:
         aside = _made_aside(target)
     except OSError as error:
@@ -101,7 +103,7 @@ def _made_aside(target: Path) -> Path:
 def _reason(target: Path, error: OSError) -> str:
     if isinstance(error, IsADirectoryError):
         return "it is a folder"
-    if isinstance(error, FileNotFoundError):
+    if isinstance(error, FileNotFoundError) and not target.parent.exists():
         return f"there is no folder {target.parent}"
     if isinstance(error, PermissionError):
         return "permission denied"

@@ -82,7 +82,9 @@ def assign_weights(
             weight = QuantisedWeight(kept.storage, num_rows, num_columns, tensor, has_fine_rows(module_name))
             decoder.set_submodule(module_name, quantised_module(decoder.get_submodule(module_name), weight))
         elif kept.storage == "bf16":
-            decoder.set_submodule(module_name, wide_module(decoder.get_submodule(module_name)))
+            with _NoRandomValues():
+                wide = wide_module(decoder.get_submodule(module_name))
+            decoder.set_submodule(module_name, wide)
     use_native_layers(decoder)
     return sum(tensor.nbytes for tensor in tensors.values())
 
