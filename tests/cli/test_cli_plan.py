@@ -91,7 +91,8 @@ def row_of(plan: dict, kv_format: str) -> dict:
 def test_json_has_what_was_asked_and_a_row_for_each_format(planned):
     plan = planned(LLAMA3, "--context", "4096", "--kv-memory", "1GiB")
     assert list(plan)[:4] == ["context", "batch", "rows", "weights_bytes"]
-    assert (plan["context"], plan["batch"], plan["weights_bytes"]) == (4096, 1, 2 * 8_030_261_248)
+    norms = 65 * 4096  # which are in fp32
+    assert (plan["context"], plan["batch"], plan["weights_bytes"]) == (4096, 1, 2 * 8_030_261_248 + 2 * norms)
     assert [row["kv_format"] for row in plan["rows"]] == DEFAULT_FORMATS
     row = row_of(plan, "bf16")
     assert list(row)[:4] == ["kv_format", "kv_bytes_per_token", "kv_bytes", "tokens_that_fit"]
@@ -153,7 +154,7 @@ def test_variants_share_keys_and_values_otherwise(planned):
 
 def test_weights_are_counted_in_their_format_and_unknown_for_other_families(planned):
     bf16 = planned(LLAMA3)["weights_bytes"]
-    assert planned(LLAMA3, "--weights-format", "fp32")["weights_bytes"] == 2 * bf16
+    assert planned(LLAMA3, "--weights-format", "fp32")["weights_bytes"] == 2 * bf16 - 4 * 65 * 4096
     assert planned({**LLAMA3, "model_type": "somebody_elses"})["weights_bytes"] is None
 
 
