@@ -37,12 +37,12 @@ struct WeightCodes {
     float step[kMostGroupsAtOnce][kMostRows];  // what a unit stands for
 };
 
-// What the largest product is, in codes of one byte or two: half a code less than the largest there is, see `Rounding`.
-constexpr float kMostCode = kUnitsAreBytes ? 254.5f : 255 * 128;
+// The largest code, in units that take two bytes or one.
+constexpr std::int32_t kMostCode = kUnitsAreBytes ? 255 : 255 * 128;
 
 // What is added to products before they are rounded to codes, less than half a code up or down, by slot. Of equal
 // products some are then rounded up and others down, so that their sum stays, and what is small beside one large
-// product is not lost as a whole. Zero stays zero. Any few slots in a row have numbers that lie evenly: the bits of the
+// product is not lost as a whole. Zero stays zero, and the largest code itself. Any few slots in a row have numbers that lie evenly: the bits of the
 // slot in reverse.
 struct Rounding {
     alignas(64) float added[kPageSlots];
@@ -205,9 +205,10 @@ inline void multiply_groups(const LayerPages& layer, const Block& block, const H
         }
     }
     const Floats largest = floats_of_bits(max_lanes_unsigned(most));
+    const Floats most_code = all_floats(kMostCode);
     const LaneMask is_nothing = less(largest, all_floats(kLeastProduct));
     store(to.step, select(is_nothing, all_floats(0.0f), largest * all_floats(1.0f / kMostCode)));
-    store(to.inverse, select(is_nothing, all_floats(0.0f), all_floats(kMostCode) / largest));
+    store(to.inverse, select(is_nothing, all_floats(0.0f), most_code / largest));
 }
 
 template <Storage kValues, std::size_t kRows>

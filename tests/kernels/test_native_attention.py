@@ -327,6 +327,16 @@ def test_values_of_any_size_are_mixed(shape: Shape, kv_format: KVFormat, factor:
     assert factor < 1e-25 or pool.is_near(given, expected)
 
 
+@pytest.mark.parametrize("position", [0, 1, 62, 63, 64])
+@pytest.mark.parametrize("kv_format", SAME, ids=str)
+def test_a_row_that_sees_one_slot_gives_its_value(kv_format: KVFormat, position: int) -> None:
+    shape = SHAPES[0]
+    pool = Pool(shape, kv_format, [position + 1, 1, 1])
+    q = queries(shape, 1)
+    given, expected = (f(q, [(0, position, 1)], window=1) for f in (pool.attend, pool.expected))
+    assert rms(given - expected) < 1e-5 * rms(expected)
+
+
 @pytest.mark.parametrize("kv_format", [KVFormat("fp32", "int8"), KVFormat("fp32", "int4")], ids=str)
 @pytest.mark.parametrize(
     ("heavy", "large"), [(2.0, 1.0), (5.0, 1.0), (6.27, 1.0), (0.0, 10.0), (0.0, 100.0), (0.0, 530.0)]
