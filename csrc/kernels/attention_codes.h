@@ -42,7 +42,8 @@ constexpr std::int32_t kMostCode = kUnitsAreBytes ? 255 : 255 * 128;
 
 // What is added to products before they are rounded to codes, less than half a code up or down, by slot. Of equal
 // products some are then rounded up and others down, so that their sum stays, and what is small beside one large
-// product is not lost as a whole. Zero stays zero, and the largest code itself. Any few slots in a row have numbers that lie evenly: the bits of the
+// product is not lost as a whole. Zero stays zero, and the largest code itself. Values of int8 are
+// so exact that the noise of it would be felt. Any few slots in a row have numbers that lie evenly: the bits of the
 // slot in reverse.
 struct Rounding {
     alignas(64) float added[kPageSlots];
@@ -164,7 +165,11 @@ KVIST_ALWAYS_INLINE void code_row(const Block& block, std::size_t r, std::size_t
     }
 #pragma GCC unroll 4
     for (std::size_t i = 0; i < kPageTiles; ++i) {
-        codes[i] = rounded(fma(products[i], all_floats(inverse), load_floats(kRounding.added + i * kLanes)));
+        if constexpr (kValues == Storage::kInt4) {
+            codes[i] = rounded(fma(products[i], all_floats(inverse), load_floats(kRounding.added + i * kLanes)));
+        } else {
+            codes[i] = rounded(products[i] * all_floats(inverse));
+        }
     }
     if constexpr (kValues == Storage::kInt4 && !kCentresNibbles) {
         const Ints sum = (codes[0] + codes[1]) + (codes[2] + codes[3]);

@@ -337,9 +337,17 @@ def test_a_row_that_sees_one_slot_gives_its_value(kv_format: KVFormat, position:
     assert rms(given - expected) < 1e-5 * rms(expected)
 
 
-@pytest.mark.parametrize("kv_format", [KVFormat("fp32", "int8"), KVFormat("fp32", "int4")], ids=str)
+WEIGHTS = [(2.0, 1.0), (5.0, 1.0), (6.27, 1.0)]
+VALUES = [(0.0, 10.0), (0.0, 100.0), (0.0, 530.0)]
+
+
 @pytest.mark.parametrize(
-    ("heavy", "large"), [(2.0, 1.0), (5.0, 1.0), (6.27, 1.0), (0.0, 10.0), (0.0, 100.0), (0.0, 530.0)]
+    ("kv_format", "heavy", "large"),
+    [
+        *((KVFormat("fp32", "int4"), *case) for case in WEIGHTS + VALUES),
+        *((KVFormat("fp32", "int8"), *case) for case in WEIGHTS),
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("length", [PAGE_SLOTS, SPLIT])
 def test_what_is_small_beside_one_slot_is_not_lost_as_a_whole(
