@@ -42,9 +42,8 @@ constexpr std::int32_t kMostCode = kUnitsAreBytes ? 255 : 255 * 128;
 
 // What is added to products before they are rounded to codes, less than half a code up or down, by slot. Of equal
 // products some are then rounded up and others down, so that their sum stays, and what is small beside one large
-// product is not lost as a whole. Zero stays zero, and the largest code itself. Values of int8 are
-// so exact that the noise of it would be felt. Any few slots in a row have numbers that lie evenly: the bits of the
-// slot in reverse.
+// product is not lost as a whole. Zero stays zero, and the largest code itself. Any few slots in a row have numbers that
+// lie evenly: the bits of the slot in reverse. For int4 values: those of int8 are so exact that its noise is felt.
 struct Rounding {
     alignas(64) float added[kPageSlots];
 

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from dataclasses import dataclass
+from mmap import mmap
 from pathlib import Path
 from typing import Any
 
@@ -206,8 +207,9 @@ def _converted(entry: StoredTensor, stored: torch.dtype, dtype: torch.dtype) -> 
     out = torch.empty(entry.shape, dtype=dtype)
     flat = out.view(-1)
     count = math.prod(entry.shape)
-    buffer = torch.empty(min(count, _BYTES_AT_ONCE // stored.itemsize), dtype=stored)
-    view = memoryview(buffer.view(torch.uint8).numpy())  # type: ignore[arg-type]
+    # Mapped, not taken from the heap, where a freed one leaves a hole that the next tensor begins to fill.
+    memory = mmap(-1, max(1, min(count, _BYTES_AT_ONCE // stored.itemsize)) * stored.itemsize)
+    buffer, view = torch.frombuffer(memory, dtype=stored), memoryview(memory)
     with entry.file.open("rb", buffering=0) as file:
         file.seek(entry.offset)
         for first in range(0, count, max(1, len(buffer))):
