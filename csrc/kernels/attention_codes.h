@@ -24,13 +24,16 @@ constexpr std::size_t kMostGroupsAtOnce = 2;
 template <Storage kValues>
 constexpr std::size_t kGroupsAtOnce = kValues == Storage::kInt4 ? kMostGroupsAtOnce : 1;
 
+// Codes of int8 values' weights, one group a page, can have a second byte where a unit holds only one.
+template <Storage kValues>
+constexpr bool kHasLowBytes = kUnitsAreBytes && kValues == Storage::kInt8;
+
 // The weights of a block on one page, for some groups of dims.
 struct WeightCodes {
     static constexpr std::size_t kWords = kPageSlots / 4 * kUnitWords;
 
     alignas(64) std::int32_t units[kMostGroupsAtOnce][kMostRows][kWords];
-    // Of int8 values, which have one group, the low bytes of codes that are two units; there if `has_low` says so of
-    // some row.
+    // The low bytes of codes that are two units; there if `has_low` says so of some row.
     static_assert(kGroupsAtOnce<Storage::kInt8> == 1);
     alignas(64) std::int32_t low[kMostRows][kWords];
     bool has_low;
@@ -57,19 +60,31 @@ struct Rounding {
 };
 constexpr Rounding kRounding;
 
-// In units of bytes: where one slot has as large a share of a row's weights in a split, the codes of its page have two
-// bytes. What is lost by rounding them to one is of the order of the largest, and only many of the kind make it small
-// beside the whole.
+// In units of bytes: where one product of weight and step is as large a share of the row's weights in a split times the
+// page's typical step, the codes have two bytes. What is lost by rounding them to one is of the order of the largest, and
+// only many of the kind make it small beside the whole.
 constexpr float kLargeShare = 1.0f / 16;
 
-inline bool sees_all(const Block& block, std::size_t r, std::size_t page) {
-    return block.first[r] <= page * kPageSlots && block.stop[r] >= (page + 1) * kPageSlots;
-}
+// The slots of a page that a row sees, from `first` to before `stop`.
+struct SeenSlots {
+    std::size_t first, stop;
 
-inline LaneMask seen_lanes(const Block& block, std::size_t r, std::size_t start) {
-    const std::size_t first = block.first[r] > start ? block.first[r] - start : 0;
-    const std::size_t stop = block.stop[r] > start ? block.stop[r] - start : 0;
-    return lanes_between(first < kLanes ? first : kLanes, stop < kLanes ? stop : kLanes);
+    bool are_all() const { return first == 0 && stop == kPageSlots; }
+    LaneMask lanes(std::size_t tile) const {
+        const std::size_t start = tile * kLanes;
+        const auto lane = [&](std::size_t slot) {
+            return slot <= start ? 0 : slot - start < kLanes ? slot - start : kLanes;
+        };
+        return lanes_between(lane(first), lane(stop));
+    }
+};
+
+inline SeenSlots seen_slots(const Block& block, std::size_t r, std::size_t page) {
+    const std::size_t start = page * kPageSlots;
+    const auto slot = [&](std::size_t position) {
+        return position <= start ? 0 : position - start < kPageSlots ? position - start : kPageSlots;
+    };
+    return {slot(block.first[r]), slot(block.stop[r])};
 }
 
 // The steps of a page's values in one group, and for int4 the values whose code would be in the middle.
@@ -94,6 +109,21 @@ inline PageSteps page_steps(const std::uint8_t* scales) {
     return of;
 }
 
+// About the geometric mean of the steps of the seen slots, which a few large ones hardly move: the mean of the bits of
+// numbers is near that of their logarithms.
+inline float typical_step(const PageSteps& steps, SeenSlots seen) {
+    constexpr int kSpareBits = 8;  // of the sum
+    Ints sum = all_ints(0);
+#pragma GCC unroll 4
+    for (std::size_t i = 0; i < kPageTiles; ++i) {
+        const Floats step = select(seen.lanes(i), steps.step[i], all_floats(0.0f));
+        sum = sum + shift_right<kSpareBits>(bits_of(step));
+    }
+    if (seen.first >= seen.stop) return 0;
+    const auto mean = static_cast<std::uint32_t>(sum_lanes(sum)) / static_cast<std::uint32_t>(seen.stop - seen.first);
+    return __builtin_bit_cast(float, mean << kSpareBits);
+}
+
 inline void store_zeros(std::int32_t* words, std::size_t count) {
     for (std::size_t i = 0; i < count; i += kLanes) store(words + i, all_ints(0));
 }
@@ -105,8 +135,9 @@ inline const float* page_weights(const Block& block, std::size_t r, std::size_t 
 // Row r's weights of one page times the steps of one group; `most` is the largest in each lane, and `floors` gathers
 // what the middles add.
 template <Storage kValues, bool kSeesAll>
-KVIST_ALWAYS_INLINE void multiply_row(const Block& block, std::size_t r, std::size_t page, const PageSteps& steps,
-                                      Floats (&products)[kPageTiles], Ints& most, [[maybe_unused]] Floats& floors) {
+KVIST_ALWAYS_INLINE void multiply_row(const Block& block, std::size_t r, std::size_t page, SeenSlots seen,
+                                      const PageSteps& steps, Floats (&products)[kPageTiles], Ints& most,
+                                      [[maybe_unused]] Floats& floors) {
     const float* weights = page_weights(block, r, page);
     Ints greatest = all_ints(0);
     Floats floor = floors;
@@ -116,9 +147,9 @@ KVIST_ALWAYS_INLINE void multiply_row(const Block& block, std::size_t r, std::si
         Floats step = steps.step[i], middle;
         if constexpr (kValues == Storage::kInt4) middle = steps.middle[i];
         if constexpr (!kSeesAll) {
-            const LaneMask seen = seen_lanes(block, r, page * kPageSlots + i * kLanes);
-            step = select(seen, step, all_floats(0.0f));
-            if constexpr (kValues == Storage::kInt4) middle = select(seen, middle, all_floats(0.0f));
+            const LaneMask lanes = seen.lanes(i);
+            step = select(lanes, step, all_floats(0.0f));
+            if constexpr (kValues == Storage::kInt4) middle = select(lanes, middle, all_floats(0.0f));
         }
         const Floats product = weight * step;
         products[i] = product;
@@ -130,23 +161,14 @@ KVIST_ALWAYS_INLINE void multiply_row(const Block& block, std::size_t r, std::si
     if constexpr (kValues == Storage::kInt4) floors = floor;
 }
 
-// Whether one slot of the page has a large share of the row's weights in the split.
-inline bool has_large_share(const Block& block, std::size_t r, std::size_t page) {
-    const float* weights = page_weights(block, r, page);
-    Floats greatest = load_floats(weights);
-#pragma GCC unroll 4
-    for (std::size_t i = 1; i < kPageTiles; ++i) greatest = max(load_floats(weights + i * kLanes), greatest);
-    return is_less_anywhere(all_floats(kLargeShare * block.gathered[r]->total), greatest);
-}
-
 // A row's products as codes: one code stands for `step`, and `inverse` is 1 / `step`.
 template <Storage kValues>
-KVIST_ALWAYS_INLINE void code_row(const Block& block, std::size_t r, std::size_t page,
-                                  const Floats (&products)[kPageTiles], [[maybe_unused]] float step, float inverse,
-                                  std::size_t group, [[maybe_unused]] Floats& floors, WeightCodes& to) {
+KVIST_ALWAYS_INLINE void code_row(const Floats (&products)[kPageTiles], [[maybe_unused]] float step, float inverse,
+                                  [[maybe_unused]] bool has_large_share, std::size_t group, std::size_t r,
+                                  [[maybe_unused]] Floats& floors, WeightCodes& to) {
     Ints codes[kPageTiles];
-    if constexpr (kUnitsAreBytes && kValues == Storage::kInt8) {
-        if (has_large_share(block, r, page)) {
+    if constexpr (kHasLowBytes<kValues>) {
+        if (has_large_share) {
             const Floats finer = all_floats(inverse * 256);
             Ints low[kPageTiles];
 #pragma GCC unroll 4
@@ -186,6 +208,8 @@ struct GroupProducts {
     Floats products[kMost][kPageTiles];
     alignas(64) float step[kLanes];
     alignas(64) float inverse[kLanes];
+    // With low bytes: the product from which on one has a large share.
+    float large[kRows];
     static_assert(kMost <= kLanes);
 };
 
@@ -199,12 +223,19 @@ inline void multiply_groups(const LayerPages& layer, const Block& block, const H
     for (std::size_t g = 0; g < num_groups; ++g) {
         const std::size_t group = first_group + g;
         const PageSteps steps = page_steps<kValues>(at.bytes + layer.value_scales + group * kPageTiles * kLineBytes);
+        [[maybe_unused]] float typical;
+        if constexpr (kHasLowBytes<kValues>) typical = typical_step(steps, {0, kPageSlots});
         for (std::size_t r = 0; r < kRows; ++r) {
             const std::size_t i = g * kRows + r;
-            if (sees_all(block, r, page)) {
-                multiply_row<kValues, true>(block, r, page, steps, to.products[i], most[i], floors[group][r]);
+            const SeenSlots seen = seen_slots(block, r, page);
+            if (seen.are_all()) {
+                multiply_row<kValues, true>(block, r, page, seen, steps, to.products[i], most[i], floors[group][r]);
             } else {
-                multiply_row<kValues, false>(block, r, page, steps, to.products[i], most[i], floors[group][r]);
+                multiply_row<kValues, false>(block, r, page, seen, steps, to.products[i], most[i], floors[group][r]);
+            }
+            if constexpr (kHasLowBytes<kValues>) {
+                const float row_typical = seen.are_all() ? typical : typical_step(steps, seen);
+                to.large[r] = kLargeShare * block.gathered[r]->total * row_typical;
             }
         }
     }
@@ -216,14 +247,16 @@ inline void multiply_groups(const LayerPages& layer, const Block& block, const H
 }
 
 template <Storage kValues, std::size_t kRows>
-inline void code_groups(const Block& block, std::size_t page, std::size_t first_group, std::size_t num_groups,
-                        const GroupProducts<kValues, kRows>& from, Floats (*floors)[kRows], WeightCodes& to) {
+inline void code_groups(const GroupProducts<kValues, kRows>& from, std::size_t first_group, std::size_t num_groups,
+                        Floats (*floors)[kRows], WeightCodes& to) {
     to.has_low = false;
     for (std::size_t g = 0; g < num_groups; ++g) {
         for (std::size_t r = 0; r < kRows; ++r) {
             const std::size_t i = g * kRows + r;
             to.step[g][r] = kValues == Storage::kInt4 ? from.step[i] * kNibbleUnit : from.step[i];
-            code_row<kValues>(block, r, page, from.products[i], from.step[i], from.inverse[i], g,
+            [[maybe_unused]] bool has_large_share = false;
+            if constexpr (kHasLowBytes<kValues>) has_large_share = from.large[r] < from.step[i] * kMostCode;
+            code_row<kValues>(from.products[i], from.step[i], from.inverse[i], has_large_share, g, r,
                               floors[first_group + g][r], to);
         }
     }

@@ -70,7 +70,7 @@ KVIST_ALWAYS_INLINE void mix_codes(const std::uint8_t* codes, const WeightCodes&
     }
     add_codes<kValues, true>(codes, weights.units[place], sums, ahead);
     float factor = 1;
-    if (kUnitsAreBytes && kValues == Storage::kInt8 && weights.has_low) {
+    if (kHasLowBytes<kValues> && weights.has_low) {
         // The sums of rows without low bytes become 256 times as large, and stay as precise.
 #pragma GCC unroll 8
         for (std::size_t r = 0; r < kRows; ++r) {
@@ -219,7 +219,7 @@ void mix_split_codes(const LayerPages& layer, const Block& block, const HeadPage
             const std::size_t left = groups - group;
             const std::size_t count = left < kGroupsAtOnce<kValues> ? left : kGroupsAtOnce<kValues>;
             multiply_groups<kValues, kRows>(layer, block, pages[page], page, group, count, floors, products);
-            code_groups<kValues, kRows>(block, page, group, count, products, floors, weights);
+            code_groups<kValues, kRows>(products, group, count, floors, weights);
             for (std::size_t g = 0; g < count; ++g) {
                 mix_group<kValues, kRows>(layer, pages[page].bytes + layer.value_codes, block, weights, g, group + g,
                                           ahead);
@@ -251,7 +251,7 @@ void mix_split_numbers(const LayerPages& layer, const Block& block, const HeadPa
         ahead.read_values(page);
         const std::uint8_t* codes = pages[page].bytes + layer.value_codes;
         bool hides = false;
-        for (std::size_t r = 0; r < kRows; ++r) hides = hides || !sees_all(block, r, page);
+        for (std::size_t r = 0; r < kRows; ++r) hides = hides || !seen_slots(block, r, page).are_all();
         if (hides && !are_finite<kValues>(codes, tiles * value_lines(kValues))) {
             mix_hidden<kValues>(codes, block, page, tiles, ahead);
             continue;

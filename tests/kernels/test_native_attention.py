@@ -341,28 +341,23 @@ WEIGHTS = [(2.0, 1.0), (5.0, 1.0), (6.27, 1.0)]
 VALUES = [(0.0, 10.0), (0.0, 100.0), (0.0, 530.0)]
 
 
-@pytest.mark.parametrize(
-    ("kv_format", "heavy", "large"),
-    [
-        *((KVFormat("fp32", "int4"), *case) for case in WEIGHTS + VALUES),
-        *((KVFormat("fp32", "int8"), *case) for case in WEIGHTS),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("length", [PAGE_SLOTS, SPLIT])
-def test_what_is_small_beside_one_slot_is_not_lost_as_a_whole(
-    kv_format: KVFormat, heavy: float, large: float, length: int
+@pytest.mark.parametrize(("heavy", "large"), WEIGHTS + VALUES)
+@pytest.mark.parametrize("slots", [[3], [3, 17, 41]], ids=len)
+@pytest.mark.parametrize("length", [PAGE_SLOTS, SPLIT, PAGE_SLOTS - 20])
+@pytest.mark.parametrize(("values", "most"), [("int4", 0.007), ("int8", 0.003)])
+def test_what_is_small_beside_a_few_slots_is_not_lost_as_a_whole(
+    values: str, most: float, heavy: float, large: float, slots: list[int], length: int
 ) -> None:
-    """One slot has a heavy weight or a large value, all others have the same: rounded alike, they would vanish."""
-    pool = Pool(Shape(1, 1, 64), kv_format, [length, 1, 1])
+    """Some slots have a heavy weight or a large value, all others have the same: rounded alike, they would vanish."""
+    pool = Pool(Shape(1, 1, 64), KVFormat("fp32", values), [length, 1, 1])
     k, v = torch.zeros(length, 1, 64), random(1, 1, 64).expand(length, 1, 64).clone()
-    k[3, 0, 0] = heavy
-    v[3] = random(1, 64, seed=5) * large
+    k[slots, 0, 0] = heavy
+    v[slots] = random(len(slots), 1, 64, seed=5) * large
     pool.write(pool.tables[0], 0, k, v)
     q = torch.zeros(1, 1, 64)
     q[0, 0, 0] = 64**0.5
     given, expected = (f(q, [(0, length - 1, 1)]) for f in (pool.attend, pool.expected))
-    assert rms(given - expected) < 0.004 * rms(expected)
+    assert rms(given - expected) < most * rms(expected)
 
 
 # --- the same bits ----------------------------------------------------------------------------------------------------
