@@ -124,7 +124,7 @@ def test_another_number_of_threads_is_noted(
 
 def test_ctrl_c_saves_and_says_how_to_go_on(asked: list[str], tmp_path: Path) -> None:
     before = load_file(tmp_path / "student" / "model.safetensors")
-    command = [sys.executable, "-m", "kvist.cli.main", *asked]
+    command = [sys.executable, "-m", "kvist", *asked]
     with subprocess.Popen(
         [*command, "--steps", "100000", "--save-minutes", "0"], stderr=subprocess.PIPE, text=True
     ) as running:

@@ -28,7 +28,3 @@ def main() -> int:
         return INTERRUPTED
     finally:
         end_at_once()
-
-
-if __name__ == "__main__":
-    sys.exit(main())
