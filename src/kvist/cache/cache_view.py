@@ -117,13 +117,14 @@ class CacheView:
         Raises:
             SequenceError: since the view was made a sequence of the step was committed, rewound, unreserved or
                 released, or another view of it was asked for.
-            ValueError: there is no such layer, or `k` and `v` are not of its shape.
+            ValueError: there is no such layer, or `k` and `v` are not of its shape or no floating-point numbers.
         """
         self.check_current()
         layout = self.layout(layer)
         shape = (self.num_tokens, layout.num_kv_heads, layout.head_dim)
         if k.shape != shape or v.shape != shape:
             raise ValueError(f"layer {layer} takes keys and values {shape}, not {tuple(k.shape)} and {tuple(v.shape)}")
+        _check_floats(k=k, v=v)
         index, row = self._place(layer)
         group = self.groups[index]
         if group.native is not None:
@@ -183,8 +184,10 @@ class CacheView:
 
         Raises:
             SequenceError: as `write`.
+            ValueError: there is no such layer, or `q` is not of its head_dim or no floating-point numbers.
         """
         self.check_current()
+        _check_floats(q=q)
         index, row = self._place(layer)
         native = self.groups[index].native
         if native is None:
@@ -257,6 +260,12 @@ class CacheView:
                 rows = min(stop, (number + 1) * PAGE_SLOTS) - max(first, number * PAGE_SLOTS)
                 pages += [table.pages[number - table.first]] * rows
         return pages
+
+
+def _check_floats(**tensors: torch.Tensor) -> None:
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            raise ValueError(f"{name} is of {tensor.dtype}: it must have floating-point numbers")
 
 
 def _placed(tensor: torch.Tensor, at: int, end: int, size: int) -> torch.Tensor:
