@@ -1,4 +1,4 @@
-// The Python module kvist.kernels._native. Only src/kvist/kernels/native.py calls it, and states its types.
+// The Python module kvist.kernels._native. Only src/kvist/kernels/native.py calls it; native_types.py states its types.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>

@@ -29,6 +29,7 @@ LAYERS = (
     ("__init__",),
     ("bench", "evaluate", "convert", "integrations", "server"),
     ("cli",),
+    ("__main__",),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 HEAVY = ("torch", "numpy", "transformers", "tokenizers", "huggingface_hub", "gguf", "rich", "typer", "jinja2")

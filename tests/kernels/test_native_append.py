@@ -19,6 +19,7 @@ from kvist.cache.page_layout import PAGE_SLOTS, PageLayout
 from kvist.config import LayerConfig
 from kvist.kernels import native
 from kvist.kernels.key_statics import KeyStatics, PageTurns
+from kvist.kernels.native_types import PageLayer, PageStep
 from kvist.kv_format import KV_FORMATS, KVFormat
 
 PAIRS = [KVFormat(keys, values) for keys, values in itertools.product(KV_FORMATS, repeat=2)]
@@ -86,7 +87,7 @@ class Case:
     def _any(self, stop: int) -> int:
         return int(torch.randint(stop, (), generator=self.generator))
 
-    def step(self, pages: torch.Tensor) -> native.PageStep:
+    def step(self, pages: torch.Tensor) -> PageStep:
         window = min((first % PAGE_SLOTS + 1 for first, _ in self.spans), default=1)  # the tables hold no more
         turns = [] if self.statics is None else [PageTurns(self.statics.frequencies).table(self._numbers_stop())]
         return native.page_step(
@@ -100,7 +101,7 @@ class Case:
             window=window,
         )
 
-    def layer(self) -> native.PageLayer:
+    def layer(self) -> PageLayer:
         place, statics = self.layout.layers[1], self.statics
         keys = place.kv_format.keys
         if keys not in ("int8", "int4"):

@@ -21,7 +21,7 @@ from kvist.cache.page_layout import PAGE_SLOTS, PageLayout
 from kvist.config import LayerConfig
 from kvist.kernels import native, split_attention
 from kvist.kernels.key_statics import KeyStatics, PageTurns
-from kvist.kernels.native import PageLayer, PageStep
+from kvist.kernels.native_types import PageLayer, PageStep
 from kvist.kernels.split_attention import SPLIT
 from kvist.kv_format import KV_FORMATS, KVFormat
 

@@ -15,6 +15,7 @@ import torch
 
 from kvist.attention import ACTIVATIONS
 from kvist.kernels import native
+from kvist.kernels.native_types import DecoderLayer, HiddenRows, LinearWeight, PageLayer, PageStep
 from kvist.kernels.weight_codec import WEIGHT_FORMATS, QuantisedWeight, decode_rows, pack, quantise
 from kvist.models.layers import OffsetRMSNorm, normalised
 
@@ -29,7 +30,7 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def matrix(num_rows: int, num_columns: int, seed: int = 0) -> native.LinearWeight:
+def matrix(num_rows: int, num_columns: int, seed: int = 0) -> LinearWeight:
     return native.linear_weight(pack(quantise(random(num_rows, num_columns, seed=seed) * 0.1, "int8")))
 
 
@@ -40,14 +41,14 @@ def weights(**changes: Any) -> native.LayerWeights:
     return native.LayerWeights(**given | changes)
 
 
-def layer(changes: dict[str, Any] | None = None, **options: Any) -> native.DecoderLayer:
+def layer(changes: dict[str, Any] | None = None, **options: Any) -> DecoderLayer:
     given: dict[str, Any] = {
         "eps": 1e-6, "head_dim": DIM, "scale": 0.25, "window": None, "activation": "silu",
     }  # fmt: skip
     return native.decoder_layer(weights(**changes or {}), **given | options)
 
 
-def rows(count: int = 3, dim: int = DIM, embed: int = EMBED) -> native.HiddenRows:
+def rows(count: int = 3, dim: int = DIM, embed: int = EMBED) -> HiddenRows:
     return native.hidden_rows(random(count, embed), (torch.ones(count, 1, dim), torch.zeros(count, 1, dim)))
 
 
@@ -55,14 +56,14 @@ def empty_pool() -> torch.Tensor:
     return torch.zeros(1, 1 << 16, dtype=torch.uint8)
 
 
-def step(count: int = 3, window: int | None = None, pool: torch.Tensor | None = None) -> native.PageStep:
+def step(count: int = 3, window: int | None = None, pool: torch.Tensor | None = None) -> PageStep:
     return native.page_step(
         empty_pool() if pool is None else pool, 1 << 16, num_tokens=[count], first_positions=[0], first_numbers=[0],
         page_tables=[torch.zeros(1, dtype=torch.int64)], window=window,
     )  # fmt: skip
 
 
-def pages(num_kv_heads: int = KV_HEADS, head_dim: int = DIM, offset: int = 0) -> native.PageLayer:
+def pages(num_kv_heads: int = KV_HEADS, head_dim: int = DIM, offset: int = 0) -> PageLayer:
     return native.page_layer("bf16", "bf16", head_dim, num_kv_heads, offset)
 
 
@@ -309,7 +310,7 @@ def norm_to(out: torch.Tensor, weight: torch.Tensor | None = None, *, offset: fl
     rows().norm(torch.ones(EMBED) if weight is None else weight, out, offset=offset, eps=eps, num_threads=1)
 
 
-def hidden(*, overlap: bool = False, **changes: torch.Tensor) -> native.HiddenRows:
+def hidden(*, overlap: bool = False, **changes: torch.Tensor) -> HiddenRows:
     if overlap:
         memory = torch.zeros(3 * EMBED)
         changes = {"x": memory.view(3, EMBED), "cos": memory[-48:].view(3, 1, DIM)}
@@ -355,7 +356,7 @@ def test_rows_stay_as_they_were_checked(change: str) -> None:
     """Whatever is done to the tensor that they were made of, but to its storage."""
     weight, tables = torch.ones(EMBED), (torch.ones(7, 1, DIM), torch.zeros(7, 1, DIM))
 
-    def normed(rows_of: native.HiddenRows) -> torch.Tensor:
+    def normed(rows_of: HiddenRows) -> torch.Tensor:
         out = torch.empty(7, EMBED)
         rows_of.norm(weight, out, offset=0.0, eps=1e-6, num_threads=1)
         return out

@@ -15,7 +15,7 @@ import torch
 
 from kvist.kernels import native
 from kvist.kernels.linear import linear, quantise_rows
-from kvist.kernels.native import LinearWeight
+from kvist.kernels.native_types import LinearWeight
 from kvist.kernels.weight_codec import WEIGHT_FORMATS, QuantisedWeight, decode, pack, quantise
 
 # Rows and columns of the matrix around every border: of a tile, of a panel of four, of a pair of groups.

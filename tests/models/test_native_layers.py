@@ -22,6 +22,7 @@ from kvist.cache.kv_cache import KVCache
 from kvist.errors import SequenceError
 from kvist.kernels import native
 from kvist.kernels.key_statics import KeyStatics
+from kvist.kernels.native_types import LayerCall
 from kvist.models.decoder import Decoder
 from kvist.models.layers import DecoderLayer, RMSNorm
 from kvist.models.matrices import QuantisedLinear, WideLinear
@@ -46,7 +47,7 @@ class BothSteps(LayerSteps):
 
     errors: list[torch.Tensor]
 
-    def _native_call(self, index: int, layer: nn.Module, x: torch.Tensor, rope: Rope) -> native.LayerCall | None:
+    def _native_call(self, index: int, layer: nn.Module, x: torch.Tensor, rope: Rope) -> LayerCall | None:
         call = super()._native_call(index, layer, x, rope)
         assert call is not None
         expected = layer(x, rope, self._cache, index)

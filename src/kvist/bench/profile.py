@@ -30,6 +30,7 @@ from kvist.attention import GatedMLP, StepAttention
 from kvist.bench.format_runs import FormatRuns
 from kvist.engine import Engine
 from kvist.kernels import native
+from kvist.kernels.native_types import LayerCall
 from kvist.models.decoder import Decoder
 from kvist.models.layers import RMSNorm
 from kvist.models.matrices import QuantisedEmbedding, QuantisedLinear
@@ -165,7 +166,7 @@ class _Clocks:
         """`run_layers` with clocks: its stages are operations, and the way into it counts for what calls it."""
         stages = native.layer_stages()
 
-        def clocked(calls: Sequence[native.LayerCall], *, num_threads: int, stage_ns: torch.Tensor | None) -> None:
+        def clocked(calls: Sequence[LayerCall], *, num_threads: int, stage_ns: torch.Tensor | None) -> None:
             stage_ns = torch.zeros(len(stages), dtype=torch.int64)
             run(calls, num_threads=num_threads, stage_ns=stage_ns)
             for stage, ns in zip(stages, stage_ns.tolist(), strict=True):

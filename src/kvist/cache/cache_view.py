@@ -14,7 +14,7 @@ from kvist.cache.page_layout import PAGE_SLOTS, LayerGroup, LayerLayout
 from kvist.cache.page_pool import PagePool
 from kvist.cache.page_table import PageRules, PageTable, pages_of
 from kvist.errors import SequenceError
-from kvist.kernels.native import PageLayer, PageStep
+from kvist.kernels.native_types import PageLayer, PageStep
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import torch
 from kvist.cache.page_codec import PageCodec
 from kvist.cache.page_table import PageTable
 from kvist.kernels import native
+from kvist.kernels.native_types import PageStep
 
 _DTYPES = (torch.float32, torch.bfloat16)
 
@@ -52,7 +53,7 @@ class NativePages:
         num_tokens: Sequence[int],
         first_positions: Sequence[int],
         tables: Sequence[PageTable],
-    ) -> native.PageStep:
+    ) -> PageStep:
         """The pages of a step of some spans.
 
         Args:
@@ -75,13 +76,13 @@ class NativePages:
             window=self._window,
         )
 
-    def append(self, step: native.PageStep, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+    def append(self, step: PageStep, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store a layer's keys and values `[T, K, D]` of a step; `layer` is counted within the group."""
         step.append(self.layers[layer], _capsule(k), _capsule(v), num_threads=torch.get_num_threads())
 
     def attend(
         self,
-        step: native.PageStep,
+        step: PageStep,
         layer: int,
         q: torch.Tensor,
         *,

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from kvist.kernels import linear, native
+from kvist.kernels.native_types import LinearWeight
 from kvist.kernels.plain_linear import Linear, product
 from kvist.kernels.weight_codec import GROUP_COLUMNS, QuantisedWeight, decode_rows
 
@@ -25,10 +26,10 @@ class NativeMatrix(nn.Module):
     """A matrix `[N, K]` that the native library multiplies with where it can, in the memory where it lies."""
 
     # With the place that it was made of; it keeps that memory, so that nothing else comes to lie there.
-    _made: tuple[tuple[int, ...], native.LinearWeight] | None = None
+    _made: tuple[tuple[int, ...], LinearWeight] | None = None
 
     @property
-    def native(self) -> native.LinearWeight | None:
+    def native(self) -> LinearWeight | None:
         """The matrix for the native library; None where that does not multiply with it."""
         stored = self._stored()
         if stored is None:
@@ -54,7 +55,7 @@ class NativeMatrix(nn.Module):
         return self.__dict__ | {"_made": None}
 
 
-def _native_product(handle: native.LinearWeight, x: torch.Tensor, num_rows: int) -> torch.Tensor:
+def _native_product(handle: LinearWeight, x: torch.Tensor, num_rows: int) -> torch.Tensor:
     """`x @ W.T`, `[..., N]` in the dtype of `x` `[..., K]`, float32 or bfloat16."""
     out = x.new_empty(*x.shape[:-1], num_rows)
     rows = x.reshape(-1, x.shape[-1])

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from kvist.cache.cache_view import CacheView
-from kvist.kernels import native
+from kvist.kernels import native, native_types
 from kvist.models.layers import DecoderLayer, LayerParts, OffsetRMSNorm, RMSNorm
 from kvist.models.matrices import QuantisedLinear, WideLinear
 
@@ -42,7 +42,7 @@ class LayerSteps:
         self._records = torch.is_grad_enabled()
         self._pages = cache.native_layers()
         self._num_threads = torch.get_num_threads()
-        self._made: list[tuple[torch.Tensor, Rope, native.HiddenRows | None]] = []
+        self._made: list[tuple[torch.Tensor, Rope, native_types.HiddenRows | None]] = []
 
     def run(self, layers: Iterable[nn.Module], x: torch.Tensor, ropes: Iterable[Rope]) -> torch.Tensor:
         """Hidden states after all layers, from those before: `x` `[T, E]` itself, changed in place, or others.
@@ -52,7 +52,7 @@ class LayerSteps:
             x: the hidden states. The caller needs them no more.
             ropes: of each layer: cosine and sine of each token's angles, as `rope_tables` gives them.
         """
-        calls: list[native.LayerCall] = []
+        calls: list[native_types.LayerCall] = []
         most = max(1, _MOST_ROWS // max(1, len(x)))
         for index, (layer, rope) in enumerate(zip(layers, ropes, strict=True)):
             call = self._native_call(index, layer, x, rope)
@@ -66,7 +66,7 @@ class LayerSteps:
         self._run_native(calls)
         return x
 
-    def _native_call(self, index: int, layer: nn.Module, x: torch.Tensor, rope: Rope) -> native.LayerCall | None:
+    def _native_call(self, index: int, layer: nn.Module, x: torch.Tensor, rope: Rope) -> native_types.LayerCall | None:
         """What a layer needs to run natively; None where its module must run."""
         assert isinstance(layer, DecoderLayer)
         wants_gradients = self._records and any(parameter.requires_grad for parameter in layer.parameters())
@@ -75,7 +75,7 @@ class LayerSteps:
         pages, rows = self._pages[index], self._rows(x, rope)
         return None if pages is None or rows is None else (handle, *pages, rows)
 
-    def _run_native(self, calls: Sequence[native.LayerCall]) -> None:
+    def _run_native(self, calls: Sequence[native_types.LayerCall]) -> None:
         if calls:
             native.run_layers(calls, num_threads=self._num_threads)
 
@@ -95,7 +95,7 @@ class LayerSteps:
         )
         return out
 
-    def _rows(self, x: torch.Tensor, rope: Rope) -> native.HiddenRows | None:
+    def _rows(self, x: torch.Tensor, rope: Rope) -> native_types.HiddenRows | None:
         """The hidden states for native layers, made once for all that turn by the same angles; None for no such."""
         for known_x, known_rope, known in self._made:
             if known_x is x and known_rope is rope:
@@ -151,14 +151,14 @@ def use_native_layers(decoder: nn.Module) -> None:
             module.native = NativeLayer(module)
 
 
-def _current(layer: DecoderLayer) -> native.DecoderLayer | None:
+def _current(layer: DecoderLayer) -> native_types.DecoderLayer | None:
     made = layer.native
     if made is None or not made.is_current():
         layer.native = made = NativeLayer(layer)
     return made.handle
 
 
-def _handle(parts: LayerParts) -> native.DecoderLayer | None:
+def _handle(parts: LayerParts) -> native_types.DecoderLayer | None:
     """The layer for the native library; None where the library computes none such."""
     attention, mlp = parts.attention, parts.mlp
     modules: tuple[nn.Module, ...] = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
