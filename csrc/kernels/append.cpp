@@ -9,6 +9,7 @@
 #include "kernels/append_store.h"
 #include "kernels/encode.h"
 #include "kernels/kernels.h"
+#include "simd_numbers.h"
 
 namespace kvist::KVIST_ISA {
 

@@ -7,6 +7,7 @@
 #include "append.h"
 #include "kernels/encode.h"
 #include "kernels/rotation.h"
+#include "simd_numbers.h"
 
 namespace kvist::KVIST_ISA {
 namespace {

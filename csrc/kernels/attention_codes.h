@@ -6,6 +6,8 @@
 #include <cstdint>
 
 #include "kernels/attention_keys.h"
+#include "simd_codes.h"
+#include "simd_lanes.h"
 
 namespace kvist::KVIST_ISA {
 namespace {

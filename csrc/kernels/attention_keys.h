@@ -9,6 +9,9 @@
 
 #include "kernels/attention_ahead.h"
 #include "kernels/attention_rows.h"
+#include "simd_codes.h"
+#include "simd_lanes.h"
+#include "simd_numbers.h"
 
 namespace kvist::KVIST_ISA {
 namespace {

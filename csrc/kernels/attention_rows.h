@@ -9,6 +9,9 @@
 #include "kernels/rotation.h"
 #include "page_layout.h"
 #include "simd.h"
+#include "simd_codes.h"
+#include "simd_lanes.h"
+#include "simd_numbers.h"
 
 namespace kvist::KVIST_ISA {
 namespace {

@@ -10,6 +10,9 @@
 
 #include "kernels/attention_codes.h"
 #include "kernels/attention_keys.h"
+#include "simd_codes.h"
+#include "simd_lanes.h"
+#include "simd_numbers.h"
 
 namespace kvist::KVIST_ISA {
 namespace {

@@ -4,6 +4,8 @@
 #include <cstddef>
 
 #include "kernels/attention_keys.h"
+#include "simd_lanes.h"
+#include "simd_numbers.h"
 
 namespace kvist::KVIST_ISA {
 namespace {

@@ -15,6 +15,7 @@
 #include "kernels/numbers.h"
 #include "page_layout.h"
 #include "simd.h"
+#include "simd_numbers.h"
 
 namespace kvist::KVIST_ISA {
 namespace {

@@ -6,6 +6,8 @@
 
 #include "layer.h"
 #include "simd.h"
+#include "simd_lanes.h"
+#include "simd_numbers.h"
 
 namespace kvist::KVIST_ISA {
 namespace {

@@ -16,6 +16,8 @@
 #include "kernels/linear_rows.h"
 #include "linear.h"
 #include "simd.h"
+#include "simd_lanes.h"
+#include "simd_numbers.h"
 
 namespace kvist::KVIST_ISA {
 namespace {

@@ -11,6 +11,8 @@
 #include "kernels/linear_rows.h"
 #include "kernels/linear_weights.h"
 #include "simd.h"
+#include "simd_codes.h"
+#include "simd_numbers.h"
 
 namespace kvist::KVIST_ISA {
 namespace {

@@ -13,6 +13,9 @@
 
 #include "linear.h"
 #include "simd.h"
+#include "simd_codes.h"
+#include "simd_lanes.h"
+#include "simd_numbers.h"
 
 namespace kvist::KVIST_ISA {
 namespace {
