@@ -31,7 +31,8 @@
 #include "simd_generic.h"
 #endif
 
-// For what a call would cost too much: all vectors of a loop would go through memory.
+// For what a call would cost too much: all vectors of a loop would go through memory, and where a line takes several
+// registers, arguments and results do. So for every function of lines that compilers may find too long.
 #define KVIST_ALWAYS_INLINE inline __attribute__((always_inline))
 
 namespace kvist::KVIST_ISA {

@@ -59,6 +59,16 @@ inline IntPart odd_unsigned(IntPart a) { return _mm256_srli_epi16(a, 8); }
 inline IntPart even_signed(IntPart a) { return _mm256_srai_epi16(_mm256_slli_epi16(a, 8), 8); }
 inline IntPart odd_signed(IntPart a) { return _mm256_srai_epi16(a, 8); }
 inline IntPart multiply_words(IntPart a, IntPart b) { return _mm256_madd_epi16(a, b); }
+inline IntPart words_add(IntPart a, IntPart b) { return _mm256_add_epi16(a, b); }
+inline IntPart bytes_sub(IntPart a, IntPart b) { return _mm256_sub_epi8(a, b); }
+// The first has unsigned bytes, the second signed ones; sums of two products, in words.
+inline IntPart multiply_bytes(IntPart a, IntPart b) { return _mm256_maddubs_epi16(a, b); }
+// 16 numbers from 0 to 255.
+inline void store_line_as_bytes(void* to, const IntPart (&a)[2]) {
+    const __m256i words = _mm256_permute4x64_epi64(_mm256_packus_epi32(a[0], a[1]), 0xd8);
+    const __m128i bytes = _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+    _mm_storeu_si128(static_cast<__m128i*>(to), bytes);
+}
 inline FloatPart select_part(IntPart mask, FloatPart yes, FloatPart no) {
     return _mm256_blendv_ps(no, yes, _mm256_castsi256_ps(mask));
 }

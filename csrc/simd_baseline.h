@@ -56,6 +56,13 @@ inline IntPart odd_unsigned(IntPart a) { return _mm_srli_epi16(a, 8); }
 inline IntPart even_signed(IntPart a) { return _mm_srai_epi16(_mm_slli_epi16(a, 8), 8); }
 inline IntPart odd_signed(IntPart a) { return _mm_srai_epi16(a, 8); }
 inline IntPart multiply_words(IntPart a, IntPart b) { return _mm_madd_epi16(a, b); }
+inline IntPart words_add(IntPart a, IntPart b) { return _mm_add_epi16(a, b); }
+inline IntPart bytes_sub(IntPart a, IntPart b) { return _mm_sub_epi8(a, b); }
+inline IntPart multiply_bytes(IntPart a, IntPart b) { return _mm_maddubs_epi16(a, b); }
+inline void store_line_as_bytes(void* to, const IntPart (&a)[4]) {
+    const __m128i bytes = _mm_packus_epi16(_mm_packus_epi32(a[0], a[1]), _mm_packus_epi32(a[2], a[3]));
+    _mm_storeu_si128(static_cast<__m128i*>(to), bytes);
+}
 inline FloatPart select_part(IntPart mask, FloatPart yes, FloatPart no) {
     return _mm_blendv_ps(no, yes, _mm_castsi128_ps(mask));
 }

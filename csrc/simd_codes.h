@@ -1,4 +1,4 @@
-// Sums of products of codes, which are whole numbers of 8 bits or 4.
+// Sums of products of codes: whole numbers of 8 bits or 4.
 #pragma once
 
 #include <cstddef>
@@ -32,20 +32,6 @@ struct Unit {
 inline Codes unsigned_codes(const std::uint8_t* line) { return {_mm512_loadu_si512(line)}; }
 inline Codes signed_codes(const std::uint8_t* line) { return {_mm512_loadu_si512(line)}; }
 inline Codes unsigned_codes(Ints line) { return {line.part[0]}; }
-// 8 codes of 4 bits: the first 4 in the low nibbles, the others in the high ones.
-inline Codes low_nibbles(Ints line) { return {_mm512_and_si512(line.part[0], _mm512_set1_epi8(0x0f))}; }
-inline Codes high_nibbles(Ints line) {
-    return {_mm512_and_si512(_mm512_srli_epi16(line.part[0], 4), _mm512_set1_epi8(0x0f))};
-}
-// What values make of them: 16 times the code less 8, in one step of bits and without a subtraction.
-constexpr bool kCentresNibbles = true;
-inline Codes low_value_nibbles(Ints line) {
-    return {_mm512_ternarylogic_epi32(_mm512_slli_epi16(line.part[0], 4), _mm512_set1_epi8(-16),
-                                      _mm512_set1_epi8(-128), 0x6a)};
-}
-inline Codes high_value_nibbles(Ints line) {
-    return {_mm512_ternarylogic_epi32(line.part[0], _mm512_set1_epi8(-16), _mm512_set1_epi8(-128), 0x6a)};
-}
 inline Unit load_unit(const std::int32_t* words) { return {_mm512_set1_epi32(*words)}; }
 
 // Unsigned codes in the line, signed ones in the unit; and the other way round.
@@ -103,11 +89,6 @@ inline Codes signed_codes(const std::uint8_t* bytes) {
     }
     return codes;
 }
-inline Codes low_nibbles(Ints line) { return unsigned_codes(line & all_ints(0x0f0f0f0f)); }
-inline Codes high_nibbles(Ints line) { return unsigned_codes(shift_right<4>(line) & all_ints(0x0f0f0f0f)); }
-constexpr bool kCentresNibbles = false;
-inline Codes low_value_nibbles(Ints line) { return low_nibbles(line); }
-inline Codes high_value_nibbles(Ints line) { return high_nibbles(line); }
 inline Unit load_unit(const std::int32_t* words) { return {int_all(words[0]), int_all(words[1])}; }
 
 inline void add_products_of_unsigned(Ints& sum, Codes line, Unit unit) {
@@ -139,23 +120,46 @@ inline void store_unsigned_units(std::int32_t* words, const Ints (&a)[4]) {
 
 #endif
 
-// --- sums of products of codes from 0 to 15 with signed ones, in words ---
+// --- sums of products of codes of 4 bits ---
 //
-// 16 products of codes up to 15 and 127 fit into a word: the instruction that saturates then does not, and takes half as
-// many steps. Words hold the sums of 8 units.
+// A line has 8 codes in each lane, 4 in the low nibbles and 4 in the high ones, from 0 to 15. Keys are taken as they are,
+// with a unit of signed codes; values less 8, with one of unsigned codes, so that what is lost by rounding those counts
+// less.
 
 #if defined(KVIST_ISA_AVX2) || defined(KVIST_ISA_BASELINE)
 
+// The instruction that would saturate for codes of 8 bits has room here, for units of bytes, and takes half as many steps.
 constexpr bool kHasWordSums = true;
 
-inline void add_products_in_words(Ints& sums, Ints line, std::int32_t unit) {
+struct Nibbles {
+    Ints bytes;
+};
+struct NibbleUnit {
+    IntPart bytes;
+};
+constexpr std::size_t kNibbleUnitWords = 1;
+
+inline Nibbles low_nibbles(Ints line) { return {line & all_ints(0x0f0f0f0f)}; }
+inline Nibbles high_nibbles(Ints line) { return {shift_right<4>(line) & all_ints(0x0f0f0f0f)}; }
+inline Nibbles less_eight(Nibbles of) {
+    for (std::size_t i = 0; i < kParts; ++i) of.bytes.part[i] = bytes_sub(of.bytes.part[i], int_all(0x08080808));
+    return of;
+}
+inline Nibbles low_value_nibbles(Ints line) { return less_eight(low_nibbles(line)); }
+inline Nibbles high_value_nibbles(Ints line) { return less_eight(high_nibbles(line)); }
+inline NibbleUnit load_nibble_unit(const std::int32_t* words) { return {int_all(*words)}; }
+inline void add_products_of_keys(Ints& sums, Nibbles line, NibbleUnit unit) {
     for (std::size_t i = 0; i < kParts; ++i) {
-#if defined(KVIST_ISA_AVX2)
-        sums.part[i] = _mm256_add_epi16(sums.part[i], _mm256_maddubs_epi16(line.part[i], int_all(unit)));
-#else
-        sums.part[i] = _mm_add_epi16(sums.part[i], _mm_maddubs_epi16(line.part[i], int_all(unit)));
-#endif
+        sums.part[i] = words_add(sums.part[i], multiply_bytes(line.bytes.part[i], unit.bytes));
     }
+}
+inline void add_products_of_values(Ints& sums, Nibbles line, NibbleUnit unit) {
+    for (std::size_t i = 0; i < kParts; ++i) {
+        sums.part[i] = words_add(sums.part[i], multiply_bytes(unit.bytes, line.bytes.part[i]));
+    }
+}
+inline void add_products_in_words(Ints& sums, Ints line, std::int32_t unit) {
+    add_products_of_keys(sums, {line}, load_nibble_unit(&unit));
 }
 // The sum of the two words of each lane.
 inline Ints sum_words_of_lanes(Ints a) {
@@ -168,7 +172,66 @@ constexpr bool kHasWordSums = false;
 inline void add_products_in_words(Ints&, Ints, std::int32_t) {}
 inline Ints sum_words_of_lanes(Ints a) { return a; }
 
+using Nibbles = Codes;
+using NibbleUnit = Unit;
+constexpr std::size_t kNibbleUnitWords = kUnitWords;
+
+#if defined(KVIST_ISA_AVX512)
+inline Nibbles low_nibbles(Ints line) { return {_mm512_and_si512(line.part[0], _mm512_set1_epi8(0x0f))}; }
+inline Nibbles high_nibbles(Ints line) {
+    return {_mm512_and_si512(_mm512_srli_epi16(line.part[0], 4), _mm512_set1_epi8(0x0f))};
+}
+// 16 times that, in one step of bits and without a subtraction.
+inline Nibbles low_value_nibbles(Ints line) {
+    return {_mm512_ternarylogic_epi32(_mm512_slli_epi16(line.part[0], 4), _mm512_set1_epi8(-16),
+                                      _mm512_set1_epi8(-128), 0x6a)};
+}
+inline Nibbles high_value_nibbles(Ints line) {
+    return {_mm512_ternarylogic_epi32(line.part[0], _mm512_set1_epi8(-16), _mm512_set1_epi8(-128), 0x6a)};
+}
+#else
+inline Nibbles low_nibbles(Ints line) { return unsigned_codes(line & all_ints(0x0f0f0f0f)); }
+inline Nibbles high_nibbles(Ints line) { return unsigned_codes(shift_right<4>(line) & all_ints(0x0f0f0f0f)); }
+inline Nibbles less_eight(Nibbles of) {
+    for (std::size_t i = 0; i < kParts; ++i) {
+        of.even.part[i] = words_sub(of.even.part[i], int_all(0x00080008));
+        of.odd.part[i] = words_sub(of.odd.part[i], int_all(0x00080008));
+    }
+    return of;
+}
+inline Nibbles low_value_nibbles(Ints line) { return less_eight(low_nibbles(line)); }
+inline Nibbles high_value_nibbles(Ints line) { return less_eight(high_nibbles(line)); }
 #endif
+inline NibbleUnit load_nibble_unit(const std::int32_t* words) { return load_unit(words); }
+inline void add_products_of_keys(Ints& sums, Nibbles line, NibbleUnit unit) {
+    add_products_of_unsigned(sums, line, unit);
+}
+inline void add_products_of_values(Ints& sums, Nibbles line, NibbleUnit unit) {
+    add_products_of_signed(sums, line, unit);
+}
+
+#endif
+
+// What a value's unpacked code is, in codes.
+#if defined(KVIST_ISA_AVX512)
+constexpr float kValueNibble = 16;
+#else
+constexpr float kValueNibble = 1;
+#endif
+
+// Units of bytes: of 16 codes from -128 to 127, and of 64 codes from 0 to 255.
+inline void store_signed_bytes(std::int32_t* words, const std::int32_t* codes) {
+    std::int8_t bytes[kLineLanes];
+    for (std::size_t i = 0; i < kLineLanes; ++i) bytes[i] = static_cast<std::int8_t>(codes[i]);
+    __builtin_memcpy(words, bytes, sizeof bytes);
+}
+inline void store_unsigned_bytes(std::int32_t* words, const Ints (&a)[4]) {
+#if defined(KVIST_ISA_AVX512)
+    store_unsigned_units(words, a);
+#else
+    for (std::size_t i = 0; i < 4; ++i) store_line_as_bytes(words + 4 * i, a[i].part);
+#endif
+}
 
 // After an addition: the compiler adds whole numbers in any order otherwise, and then holds more of them at once than there
 // are registers.

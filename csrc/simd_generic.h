@@ -91,6 +91,14 @@ inline IntPart multiply_words(IntPart a, IntPart b) {
     const IntPart low = ((a << 16) >> 16) * ((b << 16) >> 16), high = (a >> 16) * (b >> 16);
     return low + high;
 }
+inline IntPart words_sub(IntPart a, IntPart b) {
+    return reinterpret_cast<IntPart>(reinterpret_cast<UnsignedWordPart>(a) - reinterpret_cast<UnsignedWordPart>(b));
+}
+inline void store_line_as_bytes(void* to, const IntPart (&a)[4]) {
+    std::uint8_t bytes[16];
+    for (std::size_t i = 0; i < 16; ++i) bytes[i] = static_cast<std::uint8_t>(a[i / kPartLanes][i % kPartLanes]);
+    __builtin_memcpy(to, bytes, sizeof bytes);
+}
 inline FloatPart select_part(IntPart mask, FloatPart yes, FloatPart no) { return mask != 0 ? yes : no; }
 inline IntPart int_greater(IntPart a, IntPart b) { return a > b; }
 inline IntPart float_less(FloatPart a, FloatPart b) { return a < b; }

@@ -13,7 +13,7 @@ constexpr float kLog2E = 1.44269504088896340736f;
 
 // 2^x, through a polynomial, and exactly 1 for 0 and 0 below -126. `x` is at most 127, or no number.
 template <int kDegree = 5>
-inline Floats exp2(Floats x) {
+KVIST_ALWAYS_INLINE Floats exp2(Floats x) {
     const Floats least = all_floats(-126.0f);
     const LaneMask underflows = less(x, least);
 #if !defined(KVIST_ISA_AVX512)
@@ -71,11 +71,11 @@ inline Ints load_words(const std::uint16_t* from) { KVIST_EACH_PART(Ints, int_lo
 inline Floats load_bf16(const std::uint16_t* from) { return low_bf16(load_words(from)); }
 
 #if defined(KVIST_ISA_AVX512) || defined(KVIST_ISA_AVX2)
-inline Floats load_halves(const std::uint16_t* from) {
+KVIST_ALWAYS_INLINE Floats load_halves(const std::uint16_t* from) {
     KVIST_EACH_PART(Floats, float_load_halves(from + i * kPartLanes));
 }
 #else
-inline Floats load_halves(const std::uint16_t* from) {
+KVIST_ALWAYS_INLINE Floats load_halves(const std::uint16_t* from) {
     const Ints halves = load_words(from), size = halves & all_ints(0x7fff);
     const Ints sign = shift_left<16>(halves & all_ints(0x8000));
     // The exponent moves from a bias of 15 to one of 127, and once more to that of infinity and of what is no number.
@@ -88,7 +88,7 @@ inline Floats load_halves(const std::uint16_t* from) {
 #endif
 
 // The bits of bf16 in the low half of each lane, ties to even.
-inline Ints bf16_words(Floats a) {
+KVIST_ALWAYS_INLINE Ints bf16_words(Floats a) {
     const Ints bits = bits_of(a);
     // What is no number has one pattern, which rounding does not carry into the sign.
     const Ints size = min_unsigned(bits & all_ints(0x7fffffff), all_ints(0x7fc00000));
@@ -97,7 +97,7 @@ inline Ints bf16_words(Floats a) {
     return shift_right<16>(size + all_ints(0x7fff) + odd) + sign;
 }
 
-inline void store_bf16(std::uint16_t* to, Floats a) {
+KVIST_ALWAYS_INLINE void store_bf16(std::uint16_t* to, Floats a) {
     const Ints words = bf16_words(a);
 #if defined(KVIST_ISA_AVX512)
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(words.part[0]));

@@ -13,11 +13,8 @@ namespace kvist::KVIST_ISA {
 namespace {
 
 constexpr std::size_t kMostGroups = kMostHeadDim / kStorageFormats[3].least_group_dims;
-// From which codes of int4 values are counted, so that what weights lose by rounding counts less: by how they are
-// unpacked, or with a sum of the weights' codes.
-constexpr float kMiddleCode = kCentresNibbles ? 8.0f : 7.5f;
-// What a unit of unpacked codes is, in codes.
-constexpr float kNibbleUnit = kCentresNibbles ? 1.0f / 16 : 1.0f;
+// From which codes of int4 values are counted.
+constexpr float kMiddleCode = 8;
 // Smaller products stand for zeros. What a code stands for, and a 256th of it, are then no denormals.
 constexpr float kLeastProduct = 0x1p-100f;
 
@@ -42,8 +39,11 @@ struct WeightCodes {
     float step[kMostGroupsAtOnce][kMostRows];  // what a unit stands for
 };
 
-// The largest code, in units that take two bytes or one.
-constexpr std::int32_t kMostCode = kUnitsAreBytes ? 255 : 255 * 128;
+// The largest code, in units that take one byte or two.
+template <Storage kValues>
+constexpr bool kHasByteUnits = kUnitsAreBytes || (kHasWordSums && kValues == Storage::kInt4);
+template <Storage kValues>
+constexpr std::int32_t kMostCode = kHasByteUnits<kValues> ? 255 : 255 * 128;
 
 // What is added to products before they are rounded to codes, less than half a code up or down, by slot. Of equal
 // products some are then rounded up and others down, so that their sum stays, and what is small beside one large
@@ -194,11 +194,11 @@ KVIST_ALWAYS_INLINE void code_row(const Floats (&products)[kPageTiles], [[maybe_
             codes[i] = rounded(products[i] * all_floats(inverse));
         }
     }
-    if constexpr (kValues == Storage::kInt4 && !kCentresNibbles) {
-        const Ints sum = (codes[0] + codes[1]) + (codes[2] + codes[3]);
-        floors = fma(to_floats(sum), all_floats(-kMiddleCode * step), floors);
+    if constexpr (kHasByteUnits<kValues>) {
+        store_unsigned_bytes(to.units[group][r], codes);
+    } else {
+        store_unsigned_units(to.units[group][r], codes);
     }
-    store_unsigned_units(to.units[group][r], codes);
 }
 
 // The weights of kRows rows on one page times the steps of some groups, and what a code of each will stand for.
@@ -242,9 +242,9 @@ inline void multiply_groups(const LayerPages& layer, const Block& block, const H
         }
     }
     const Floats largest = floats_of_bits(max_lanes_unsigned(most));
-    const Floats most_code = all_floats(kMostCode);
+    const Floats most_code = all_floats(kMostCode<kValues>);
     const LaneMask is_nothing = less(largest, all_floats(kLeastProduct));
-    store(to.step, select(is_nothing, all_floats(0.0f), largest * all_floats(1.0f / kMostCode)));
+    store(to.step, select(is_nothing, all_floats(0.0f), largest * all_floats(1.0f / kMostCode<kValues>)));
     store(to.inverse, select(is_nothing, all_floats(0.0f), most_code / largest));
 }
 
@@ -255,9 +255,9 @@ inline void code_groups(const GroupProducts<kValues, kRows>& from, std::size_t f
     for (std::size_t g = 0; g < num_groups; ++g) {
         for (std::size_t r = 0; r < kRows; ++r) {
             const std::size_t i = g * kRows + r;
-            to.step[g][r] = kValues == Storage::kInt4 ? from.step[i] * kNibbleUnit : from.step[i];
+            to.step[g][r] = kValues == Storage::kInt4 ? from.step[i] * (1 / kValueNibble) : from.step[i];
             [[maybe_unused]] bool has_large_share = false;
-            if constexpr (kHasLowBytes<kValues>) has_large_share = from.large[r] < from.step[i] * kMostCode;
+            if constexpr (kHasLowBytes<kValues>) has_large_share = from.large[r] < from.step[i] * kMostCode<kValues>;
             code_row<kValues>(from.products[i], from.step[i], from.inverse[i], has_large_share, g, r,
                               floors[first_group + g][r], to);
         }

@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "kernels/attention_ahead.h"
+#include "kernels/attention_nibbles.h"
 #include "kernels/attention_rows.h"
 #include "simd_codes.h"
 #include "simd_lanes.h"
@@ -134,32 +135,8 @@ inline void score_tiles(const LayerPages& layer, const Block& block, const HeadP
         }
         for (std::size_t group = 0; group * group_lines < lines; ++group) {
             Ints sums[kRows][kTiles];
-#pragma GCC unroll 8
-            for (std::size_t r = 0; r < kRows; ++r) {
-#pragma GCC unroll 4
-                for (std::size_t t = 0; t < kTiles; ++t) sums[r][t] = all_ints(0);
-            }
-#pragma GCC unroll 1
-            for (std::size_t line = group * group_lines; line < (group + 1) * group_lines; ++line) {
-                Codes low[kTiles], high[kTiles];
-#pragma GCC unroll 4
-                for (std::size_t t = 0; t < kTiles; ++t) {
-                    const Ints nibbles = load_ints(codes + (t * lines + line) * kLineBytes);
-                    low[t] = low_nibbles(nibbles);
-                    high[t] = high_nibbles(nibbles);
-                }
-                ask_beside<kTiles>(ahead, line);
-#pragma GCC unroll 8
-                for (std::size_t r = 0; r < kRows; ++r) {
-                    const Unit first = load_unit(units[r] + 2 * line * kUnitWords);
-                    const Unit second = load_unit(units[r] + (2 * line + 1) * kUnitWords);
-#pragma GCC unroll 4
-                    for (std::size_t t = 0; t < kTiles; ++t) {
-                        add_products_of_unsigned(sums[r][t], low[t], first);
-                        add_products_of_unsigned(sums[r][t], high[t], second);
-                    }
-                }
-            }
+            set_zeros(sums);
+            add_nibbles<false>(codes, lines, group * group_lines, (group + 1) * group_lines, units, sums, ahead);
 #pragma GCC unroll 4
             for (std::size_t t = 0; t < kTiles; ++t) {
                 const Ints scalars = load_ints(scales + group * kPageTiles * kLineBytes + t * kLineBytes);

@@ -134,6 +134,10 @@ inline void prepare_row(const AttentionTask& task, std::size_t token, std::size_
     const auto store_units = [&](std::int32_t* words) {
         for (std::size_t i = 0; i < padded; i += kLanes) store_signed_units(words + i / 4 * kUnitWords, codes + i);
     };
+    if (kHasWordSums && layer.keys == Storage::kInt4) {
+        for (std::size_t i = 0; i < padded; i += kLanes) store_signed_bytes(units + i / 4, codes + i);
+        return;
+    }
     if (!kUnitsAreBytes || layer.keys != Storage::kInt8) {
         store_units(units);
         return;

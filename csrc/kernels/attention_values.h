@@ -10,6 +10,7 @@
 
 #include "kernels/attention_codes.h"
 #include "kernels/attention_keys.h"
+#include "kernels/attention_nibbles.h"
 #include "simd_codes.h"
 #include "simd_lanes.h"
 #include "simd_numbers.h"
@@ -22,41 +23,22 @@ constexpr std::size_t value_codes(Storage values) {
 }
 constexpr std::size_t value_lines(Storage values) { return kPageSlots / value_codes(values); }
 
-// The products of kRows rows and kTiles tiles of quantised values, whose lines begin at `codes`, to `sums`.
-template <Storage kValues, bool kAsk, std::size_t kRows, std::size_t kTiles>
-KVIST_ALWAYS_INLINE void add_codes(const std::uint8_t* codes, const std::int32_t (*units)[WeightCodes::kWords],
+// The products of kRows rows and kTiles tiles of int8 values, whose lines begin at `codes`, to `sums`.
+template <bool kAsk, std::size_t kRows, std::size_t kTiles>
+KVIST_ALWAYS_INLINE void add_bytes(const std::uint8_t* codes, const std::int32_t (*units)[WeightCodes::kWords],
                                    Ints (&sums)[kRows][kTiles], Ahead& ahead) {
-    constexpr std::size_t kLines = value_lines(kValues);
+    constexpr std::size_t kLines = value_lines(Storage::kInt8);
 #pragma GCC unroll 1
     for (std::size_t line = 0; line < kLines; ++line) {
-        Codes low[kTiles], high[kTiles];
+        Codes values[kTiles];
 #pragma GCC unroll 4
-        for (std::size_t t = 0; t < kTiles; ++t) {
-            const std::uint8_t* from = codes + (t * kLines + line) * kLineBytes;
-            if constexpr (kValues == Storage::kInt8) {
-                low[t] = signed_codes(from);
-            } else {
-                const Ints nibbles = load_ints(from);
-                low[t] = low_value_nibbles(nibbles);
-                high[t] = high_value_nibbles(nibbles);
-            }
-        }
+        for (std::size_t t = 0; t < kTiles; ++t) values[t] = signed_codes(codes + (t * kLines + line) * kLineBytes);
         if constexpr (kAsk) ask_beside<kTiles>(ahead, line);
 #pragma GCC unroll 8
         for (std::size_t r = 0; r < kRows; ++r) {
-            if constexpr (kValues == Storage::kInt8) {
-                const Unit unit = load_unit(units[r] + line * kUnitWords);
+            const Unit unit = load_unit(units[r] + line * kUnitWords);
 #pragma GCC unroll 4
-                for (std::size_t t = 0; t < kTiles; ++t) add_products_of_signed(sums[r][t], low[t], unit);
-            } else {
-                const Unit first = load_unit(units[r] + 2 * line * kUnitWords);
-                const Unit second = load_unit(units[r] + (2 * line + 1) * kUnitWords);
-#pragma GCC unroll 4
-                for (std::size_t t = 0; t < kTiles; ++t) {
-                    add_products_of_signed(sums[r][t], low[t], first);
-                    add_products_of_signed(sums[r][t], high[t], second);
-                }
-            }
+            for (std::size_t t = 0; t < kTiles; ++t) add_products_of_signed(sums[r][t], values[t], unit);
         }
     }
 }
@@ -66,12 +48,14 @@ template <Storage kValues, std::size_t kRows, std::size_t kTiles>
 KVIST_ALWAYS_INLINE void mix_codes(const std::uint8_t* codes, const WeightCodes& weights, std::size_t place,
                                    float* const* mixed, std::size_t dim, LaneMask lanes, Ahead& ahead) {
     Ints sums[kRows][kTiles];
-#pragma GCC unroll 8
-    for (std::size_t r = 0; r < kRows; ++r) {
-#pragma GCC unroll 4
-        for (std::size_t t = 0; t < kTiles; ++t) sums[r][t] = all_ints(0);
+    set_zeros(sums);
+    if constexpr (kValues == Storage::kInt4) {
+        const std::int32_t* units[kRows];
+        for (std::size_t r = 0; r < kRows; ++r) units[r] = weights.units[place][r];
+        add_nibbles<true>(codes, value_lines(kValues), 0, value_lines(kValues), units, sums, ahead);
+    } else {
+        add_bytes<true>(codes, weights.units[place], sums, ahead);
     }
-    add_codes<kValues, true>(codes, weights.units[place], sums, ahead);
     float factor = 1;
     if (kHasLowBytes<kValues> && weights.has_low) {
         // The sums of rows without low bytes become 256 times as large, and stay as precise.
@@ -80,7 +64,7 @@ KVIST_ALWAYS_INLINE void mix_codes(const std::uint8_t* codes, const WeightCodes&
 #pragma GCC unroll 4
             for (std::size_t t = 0; t < kTiles; ++t) sums[r][t] = shift_left<8>(sums[r][t]);
         }
-        add_codes<kValues, false>(codes, weights.low, sums, ahead);
+        add_bytes<false>(codes, weights.low, sums, ahead);
         factor = 1.0f / 256;
     }
 #pragma GCC unroll 8

@@ -11,7 +11,7 @@ namespace kvist::KVIST_ISA {
 namespace {
 
 // tanh through 2^x: to about 1e-7, which scores of some ten do not feel.
-inline Floats tanh(Floats x) {
+KVIST_ALWAYS_INLINE Floats tanh(Floats x) {
     const Floats one = all_floats(1.0f), two = all_floats(2.0f);
     const Floats power = exp2(min(all_floats(126.0f), x * all_floats(2 * kLog2E)));
     const Floats quotient = one - two / (power + one);

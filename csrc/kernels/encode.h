@@ -72,17 +72,17 @@ struct FitScratch {
 
 inline Floats load_lanes(const float* z, std::size_t dim) { return load_floats(z + dim * kLanes); }
 
-inline Floats inverse(Floats step) {
+KVIST_ALWAYS_INLINE Floats inverse(Floats step) {
     const Floats zero = all_floats(0);
     return select(less(zero, step), all_floats(1) / step, zero);
 }
 
 // To the nearest number of bf16, ties to even. What is no number stays so.
-inline Floats as_bf16(Floats x) { return low_bf16(bf16_words(x)); }
+KVIST_ALWAYS_INLINE Floats as_bf16(Floats x) { return low_bf16(bf16_words(x)); }
 
 // The nearest code of numbers less their floor and over their step. Ties to even; -0 becomes 0; what is no number stays
 // so.
-inline Floats nearest(Floats x, Floats floor, Floats factor) {
+KVIST_ALWAYS_INLINE Floats nearest(Floats x, Floats floor, Floats factor) {
     const Floats magic = all_floats(kMagic);  // from here on floats are whole numbers
     const Floats whole = ((x - floor) * factor + magic) - magic;
     return min(all_floats(15), max(all_floats(0), whole));

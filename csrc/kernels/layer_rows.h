@@ -75,7 +75,7 @@ inline void turn_head(float* x, const float* cos, const float* sin, std::size_t 
 
 // x / (1 + e^-y), to about 1e-6 of the result. Where the power is more than 2^126 that is x * 0, which is NaN if x is
 // infinite.
-inline Floats times_sigmoid(Floats x, Floats y) {
+KVIST_ALWAYS_INLINE Floats times_sigmoid(Floats x, Floats y) {
     const Floats most = all_floats(126.0f), exponent = y * all_floats(-kLog2E);
     const Floats power = exp2(min(most, exponent));
     return select(less(most, exponent), x * all_floats(0.0f), x / (power + all_floats(1.0f)));

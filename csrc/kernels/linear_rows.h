@@ -83,9 +83,8 @@ inline void quantise_group(Floats& low, Floats& high, std::int32_t zero, bool in
     store(codes, low_codes);
     store(codes + kLineLanes, high_codes);
     if (in_words) {
-        std::int8_t bytes[kGroupColumns];
-        for (std::size_t i = 0; i < kGroupColumns; ++i) bytes[i] = static_cast<std::int8_t>(codes[i]);
-        __builtin_memcpy(units, bytes, sizeof bytes);
+        store_signed_bytes(units, codes);
+        store_signed_bytes(units + kGroupUnits / 2, codes + kLineLanes);
     } else {
         store_signed_units(units, codes);
         store_signed_units(units + kGroupUnits / 2 * kUnitWords, codes + kLineLanes);
