@@ -163,11 +163,11 @@ KVIST_ALWAYS_INLINE void multiply_row(const Block& block, std::size_t r, std::si
     if constexpr (kValues == Storage::kInt4) floors = floor;
 }
 
-// A row's products as codes: one code stands for `step`, and `inverse` is 1 / `step`.
+// A row's products as codes; `inverse` is 1 over what a code stands for.
 template <Storage kValues>
-KVIST_ALWAYS_INLINE void code_row(const Floats (&products)[kPageTiles], [[maybe_unused]] float step, float inverse,
+KVIST_ALWAYS_INLINE void code_row(const Floats (&products)[kPageTiles], float inverse,
                                   [[maybe_unused]] bool has_large_share, std::size_t group, std::size_t r,
-                                  [[maybe_unused]] Floats& floors, WeightCodes& to) {
+                                  WeightCodes& to) {
     Ints codes[kPageTiles];
     if constexpr (kHasLowBytes<kValues>) {
         if (has_large_share) {
@@ -249,8 +249,7 @@ inline void multiply_groups(const LayerPages& layer, const Block& block, const H
 }
 
 template <Storage kValues, std::size_t kRows>
-inline void code_groups(const GroupProducts<kValues, kRows>& from, std::size_t first_group, std::size_t num_groups,
-                        Floats (*floors)[kRows], WeightCodes& to) {
+inline void code_groups(const GroupProducts<kValues, kRows>& from, std::size_t num_groups, WeightCodes& to) {
     to.has_low = false;
     for (std::size_t g = 0; g < num_groups; ++g) {
         for (std::size_t r = 0; r < kRows; ++r) {
@@ -258,8 +257,7 @@ inline void code_groups(const GroupProducts<kValues, kRows>& from, std::size_t f
             to.step[g][r] = kValues == Storage::kInt4 ? from.step[i] * (1 / kValueNibble) : from.step[i];
             [[maybe_unused]] bool has_large_share = false;
             if constexpr (kHasLowBytes<kValues>) has_large_share = from.large[r] < from.step[i] * kMostCode<kValues>;
-            code_row<kValues>(from.products[i], from.step[i], from.inverse[i], has_large_share, g, r,
-                              floors[first_group + g][r], to);
+            code_row<kValues>(from.products[i], from.inverse[i], has_large_share, g, r, to);
         }
     }
 }

@@ -206,7 +206,7 @@ void mix_split_codes(const LayerPages& layer, const Block& block, const HeadPage
             const std::size_t left = groups - group;
             const std::size_t count = left < kGroupsAtOnce<kValues> ? left : kGroupsAtOnce<kValues>;
             multiply_groups<kValues, kRows>(layer, block, pages[page], page, group, count, floors, products);
-            code_groups<kValues, kRows>(products, group, count, floors, weights);
+            code_groups<kValues, kRows>(products, count, weights);
             for (std::size_t g = 0; g < count; ++g) {
                 mix_group<kValues, kRows>(layer, pages[page].bytes + layer.value_codes, block, weights, g, group + g,
                                           ahead);

@@ -116,8 +116,8 @@ def test_process_memory_grows_by_the_cache() -> None:
         "kv-heads": "4,1",
         "layers": 2,
         "prompt": 1,
-        "new-tokens": 700,
-        "batch": 4,
+        "new-tokens": 128,
+        "batch": 64,
     }
     options = [f"--{name}={value}" for name, value in shape.items()]
     command = [sys.executable, "-m", "kvist", "bench", "heads", *options, "--threads=1", "--json=-"]
@@ -125,7 +125,7 @@ def test_process_memory_grows_by_the_cache() -> None:
     environment = os.environ | {"ASAN_OPTIONS": f"{os.environ.get('ASAN_OPTIONS', '')}:quarantine_size_mb=1"}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     many, one = json.loads(done.stdout)["rows"]
-    assert many["cache_bytes"][-1] == 4 * 4 * 2 * 2 * 700 * 256
+    assert many["cache_bytes"][-1] == 4 * 64 * 2 * 2 * 128 * 256
     assert 0.7 < many["process_bytes"][-1] / many["cache_bytes"][-1] < 1.6
     assert one["process_bytes"][-1] < many["process_bytes"][-1] / 2
 
