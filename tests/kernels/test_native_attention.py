@@ -389,6 +389,9 @@ def test_what_is_small_beside_a_few_slots_is_not_lost_as_a_whole(
 def test_a_row_has_the_same_bits_in_any_chunks_batches_and_threads(kv_format: KVFormat, window: int | None) -> None:
     shape, lengths = SHAPES[0], [SPLIT + 40, 133, 3]
     pool = Pool(shape, kv_format, lengths)
+    k, v = (random(lengths[0], shape.num_kv_heads, shape.head_dim, seed=i) for i in (0, 1))
+    v[5::37] *= 100  # how weights are coded depends on such values
+    pool.write(pool.tables[0], 0, k, v)
     whole = [queries(shape, length, seed=length) for length in lengths]
     expected = [pool.attend(q, [(i, 0, len(q))], window=window, num_threads=1) for i, q in enumerate(whole)]
     rng = python_random.Random(1)
